@@ -1,0 +1,1 @@
+"""Measurements: engine, handoff and serving, each against its floor or a peer."""

@@ -1,0 +1,1 @@
+"""What every Tandem process shares: configuration, identity, hashing, membership, RPC security, telemetry, errors."""

@@ -1,0 +1,49 @@
+"""What one worker process is told at start: the same fields as flags of `python -m prefill_worker` and `decode_worker`.
+
+The supervisor and the Ray launcher build this value and turn it into flags; secrets never stand in it: the cluster
+token and the Redis password come from files with mode 0600 whose paths are given.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class WorkerSettings(BaseModel):
+    """Frozen settings of one worker process. Each field is one flag."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker_id: str = Field(description="stable name of this worker")
+    role: Literal["prefill", "decode", "aggregated"] = "decode"
+    model: str = Field(description="path of a GGUF file or safetensors directory")
+    served_model_name: str = ""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    backend: Literal["auto", "torch", "native", "triton"] = "auto"
+    quantization: Literal["none", "int8", "int4", "gguf"] = Field(
+        default="none", description="weights: `gguf` keeps the file's own 4-bit or 8-bit blocks"
+    )
+    listen: str = Field(description="gRPC target: unix:/path or 127.0.0.1:port (port 0: any)")
+    runtime_dir: Path = Field(description="private directory (0700) for sockets of this cluster")
+    redis_url: str = ""
+    redis_password_file: Path | None = None
+    cluster_token_file: Path | None = None
+    transports: tuple[str, ...] = Field(default=("shm", "tcp"), description="in order of preference")
+    block_tokens: int = Field(default=16, ge=1, le=256)
+    kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory, at most 1 GiB")
+    num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
+    max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
+    max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
+    max_sequences: int = Field(default=64, ge=1, description="sequences in one engine step")
+    max_waiting: int = Field(default=256, ge=1, description="bound of the waiting queue")
+    num_threads: int = Field(default=1, ge=1, description="compute threads")
+    seed: int = 0
+    metrics_port: int = Field(default=0, description="0: served on the gRPC admin only")
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    drain_timeout_s: float = Field(default=60.0, gt=0)
+    parent_pid: int = Field(default=0, description="exit when this process is gone; 0: never")
+    # Fault injection for tests: delays each transport frame, to make an artificially slow link.
+    link_bytes_per_s: int = Field(default=0, ge=0, description="0: as fast as it goes; else a throttle for tests")

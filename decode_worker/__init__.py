@@ -1,0 +1,1 @@
+"""The decode process: reservation, continuous batching, streaming token ids."""

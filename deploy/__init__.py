@@ -1,0 +1,1 @@
+"""Bringing a cluster up: command line, local supervisor, model files, launchers."""

@@ -1,0 +1,1 @@
+"""Running a model: weights, kernels, paged KV blocks, prefix cache, scheduler, sampling."""

@@ -1,0 +1,1 @@
+"""Moving KV between processes: the handoff protocol, its transports, its tiers."""

@@ -1,0 +1,1 @@
+"""The prefill process: queue, chunked prefill, layer push."""

@@ -1,0 +1,1 @@
+"""The front: HTTP and gRPC, tokenising, placement, admission, streaming text."""
