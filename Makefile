@@ -1,0 +1,69 @@
+# Everything a newcomer needs: `make demo` answers a prompt through two pools, `make run` keeps serving, `make test` checks.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= Explain in two sentences why the sky is blue.
+PROTO_FILES := $(wildcard proto/tandem/v1/*.proto)
+
+.PHONY: help run demo test lint format proto lock bench model clean
+
+help:  ## show this help
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run-stamp: requirements/run.lock pyproject.toml setup.py | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements/run.lock
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	@touch $@
+
+$(VENV)/.dev-stamp: requirements/dev.lock $(VENV)/.run-stamp
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements/dev.lock
+	@touch $@
+
+model: $(VENV)/.run-stamp  ## fetch the default model (93 MB, checked) into the local cache
+	$(BIN)/tandem model fetch
+
+run: model  ## start the default cluster, stream an answer, keep serving until Ctrl-C
+	$(BIN)/tandem serve --ask "$(PROMPT)"
+
+demo: model  ## answer one prompt through a prefill and a decode process, print its timeline, stop
+	$(BIN)/tandem generate --start --timeline "$(PROMPT)"
+
+test: model $(VENV)/.dev-stamp  ## run the whole suite
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev-stamp  ## ruff, mypy, import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev-stamp  ## rewrite what ruff can rewrite
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/.dev-stamp  ## regenerate the stubs in proto/tandem/v1
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --grpc_python_out=proto \
+	  --mypy_out=quiet:proto --mypy_grpc_out=quiet:proto $(PROTO_FILES)
+
+bench: model $(VENV)/.dev-stamp  ## first measurements on this machine, written to bench-out/
+	$(BIN)/python -m benchmarks.first_measurement --out bench-out
+
+lock: | $(BIN)/python  ## rewrite requirements/*.lock from pyproject.toml
+	$(BIN)/python -m pip install -q pip-tools
+	for lock in run dev; do \
+	  if [ $$lock = dev ]; then extras="--extra dev --extra bench -c requirements/run.lock"; else extras=; fi; \
+	  $(BIN)/pip-compile -q --strip-extras --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-annotate \
+	    --allow-unsafe --no-header $$extras -o requirements/$$lock.lock pyproject.toml requirements/torch.in; \
+	  sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' requirements/$$lock.lock; \
+	done
+
+clean:  ## remove the environment and everything built or measured
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,25 @@
+"""What every test may ask for: the default model's path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before torch is imported anywhere: a pool larger than its core spins everybody to a halt.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests never look beyond this machine for a model: `make test` has fetched it.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def default_model_path() -> Path:
+    """The default model's GGUF file in the local cache. Missing is a failure, not a skip: a green run has seen it."""
+    home = Path(os.environ.get("TANDEM_HOME", Path.home() / ".cache" / "tandem"))
+    path = home / "models" / DEFAULT_MODEL_FILE
+    if not path.is_file():
+        pytest.fail(f"{DEFAULT_MODEL_FILE} is not in the model cache: run `make model`")
+    return path
