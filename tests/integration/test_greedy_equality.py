@@ -1,0 +1,67 @@
+"""Tokens through router, prefill and decode process equal transformers' greedy tokens in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.exactness.make_greedy_reference import REFERENCE_FILE, greedy_tokens, load_reference_model
+from tests.integration.conftest import RunningCluster
+from tests.integration.grpc_client import generate_tokens
+
+pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+TOPOLOGIES = {
+    "shm": ("--prefill", "1", "--decode", "1", "--transport", "shm"),
+    "tcp": ("--prefill", "1", "--decode", "1", "--transport", "tcp"),
+    "aggregated": ("--prefill", "0", "--decode", "0", "--aggregated", "1"),
+}
+NUM_CONCURRENT = 16
+LIVE_ROWS = (0, 5, 16)
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(REFERENCE_FILE.read_text())
+    return rows
+
+
+def test_greedy_reference_is_live(reference: list[dict[str, Any]], default_model_path: Path) -> None:
+    torch.set_num_threads(1)
+    model, _ = load_reference_model(default_model_path)
+    for row in (reference[index] for index in LIVE_ROWS):
+        tokens, _ = greedy_tokens(model, row["prompt"], 8)
+        assert tokens == row["tokens"][:8]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_tokens_equal_transformers(
+    topology: str, reference: list[dict[str, Any]], start_cluster: Callable[..., RunningCluster]
+) -> None:
+    cluster = start_cluster(*TOPOLOGIES[topology], "--dtype", "float32")
+    for row in reference:
+        tokens, last = generate_tokens(cluster.grpc_address, row["prompt"], len(row["tokens"]))
+        assert tokens == row["tokens"], f"prompt of {len(row['prompt'])} tokens"
+        assert last.usage.prompt_tokens == len(row["prompt"])
+        if topology != "aggregated":
+            assert last.timeline.prefill_worker_id
+            assert last.timeline.prefill_worker_id != last.timeline.decode_worker_id
+            assert last.timeline.transport == topology
+
+
+def test_concurrent_requests_are_batched_and_have_the_tokens_they_have_alone(
+    reference: list[dict[str, Any]], start_cluster: Callable[..., RunningCluster]
+) -> None:
+    cluster = start_cluster(*TOPOLOGIES["shm"], "--dtype", "float32")
+    rows = sorted(reference, key=lambda row: len(row["prompt"]) % 7)[:NUM_CONCURRENT]
+    with ThreadPoolExecutor(NUM_CONCURRENT) as pool:
+        answers = list(pool.map(lambda row: generate_tokens(cluster.grpc_address, row["prompt"], 64)[0], rows))
+    assert answers == [row["tokens"] for row in rows]
+    decode = [worker for worker in cluster.status()["workers"] if worker["role"] == "decode"]
+    assert max(worker["counters"]["max_batch_size"] for worker in decode) >= NUM_CONCURRENT // 2

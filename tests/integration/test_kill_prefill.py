@@ -1,0 +1,83 @@
+"""A killed prefill worker, and a client that hangs up: a correct answer or a clear error, and no block is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.exactness.make_greedy_reference import REFERENCE_FILE
+from tests.integration.conftest import RunningCluster
+from tests.integration.grpc_client import generate_tokens
+
+pytestmark = [pytest.mark.model, pytest.mark.cluster]
+
+LONG_PROMPT_TOKENS = 1000
+# 1,000 tokens of float32 KV are 46 MB: half a second and more on this link, so the kill falls into the transfer.
+SLOW_LINK_BYTES_PER_S = 40_000_000
+
+
+def test_sigkill_of_prefill_in_mid_transfer_ends_in_the_right_answer(
+    start_cluster: Callable[..., RunningCluster],
+) -> None:
+    cluster = start_cluster("--dtype", "float32", "--link-bytes-per-s", str(SLOW_LINK_BYTES_PER_S))
+    row = _reference_row(LONG_PROMPT_TOKENS)
+    prefill = _worker(cluster.status(), "prefill")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(generate_tokens, cluster.grpc_address, row["prompt"], 64)
+        cluster.wait_for(lambda status: _worker(status, "decode")["counters"]["kv_bytes_received"] > 0, 60, "KV moves")
+        os.kill(int(prefill["details"]["pid"]), signal.SIGKILL)
+        tokens, _ = answer.result(timeout=120)
+    assert tokens == row["tokens"]
+    cluster.wait_for(_all_blocks_are_back, 30, "every block free or cached, none quarantined")
+    # The supervisor starts the worker again, under its name and as a new peer.
+    cluster.wait_for(lambda status: _is_restarted(status, prefill), 60, "prefill worker is back")
+    assert generate_tokens(cluster.grpc_address, row["prompt"][:100], 4)[1].timeline.prefill_worker_id
+
+
+def test_client_that_hangs_up_gives_its_blocks_back(start_cluster: Callable[..., RunningCluster]) -> None:
+    cluster = start_cluster()
+    body = json.dumps({"model": "SmolLM2-135M-Instruct", "prompt": "Tell me", "max_tokens": 2000, "stream": True,
+                       "ignore_eos": True}).encode()  # fmt: skip
+    address = urlsplit(cluster.url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    cluster.wait_for(_all_blocks_are_back, 5, "blocks of the aborted request are back")
+    assert _worker(cluster.status(), "decode")["load"]["running_requests"] == 0
+
+
+def _reference_row(num_tokens: int) -> dict[str, Any]:
+    row: dict[str, Any] = next(
+        row for row in json.loads(REFERENCE_FILE.read_text()) if len(row["prompt"]) == num_tokens
+    )
+    return row
+
+
+def _worker(status: dict[str, Any], role: str) -> dict[str, Any]:
+    worker: dict[str, Any] = next(worker for worker in status["workers"] if worker["role"] == role)
+    return worker
+
+
+def _all_blocks_are_back(status: dict[str, Any]) -> bool:
+    return all(
+        worker["load"]["free_blocks"] == worker["load"]["total_blocks"]
+        and worker["load"]["quarantined_blocks"] == 0
+        and worker["block_conservation_error"] == 0
+        for worker in status["workers"]
+    )
+
+
+def _is_restarted(status: dict[str, Any], before: dict[str, Any]) -> bool:
+    return any(
+        worker["worker_id"] == before["worker_id"] and worker["incarnation"] != before["incarnation"]
+        for worker in status["workers"]
+    )
