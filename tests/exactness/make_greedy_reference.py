@@ -35,8 +35,8 @@ def load_reference_model(model_path: Path) -> tuple[Any, Any]:
     """The model in float32 and its tokenizer, read by transformers itself from the same GGUF file."""
     folder, name = str(model_path.parent), model_path.name
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
-    return model, tokenizer
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    return model.eval(), tokenizer
 
 
 def make_prompts(tokenizer: Any) -> list[list[int]]:
