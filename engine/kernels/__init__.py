@@ -1,0 +1,1 @@
+"""Operations by device: the plain reference, Triton for GPUs, native code for CPUs."""

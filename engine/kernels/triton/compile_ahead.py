@@ -1,0 +1,195 @@
+"""Compiles every Triton kernel for a GPU that need not be there, and reports what the compiler says of each.
+
+    python -m engine.kernels.triton.compile_ahead --arch 90 --arch 80
+
+One JSON line a kernel: registers, spilled bytes, shared memory. Exit status 1 when a decode kernel spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# Read when triton is imported: multiply-adds stay fused, as in every release so far.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+import triton
+from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefill_attention
+from engine.kernels.triton.launch_config import LaunchConfig
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+WARP_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """One kernel at one set of constants. `pointers` gives the element type of each pointer argument."""
+
+    kernel: Any
+    config: LaunchConfig
+    pointers: dict[str, str]
+    floats: tuple[str, ...] = ()
+    is_decode: bool = False
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__).lstrip("_")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """What ptxas said of one kernel."""
+
+    name: str
+    arch: int
+    constants: dict[str, Any]
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    is_decode: bool
+
+
+def kernel_specs(element: str = "bf16") -> Iterator[KernelSpec]:
+    """The shapes that are checked: heads of 64 to 256, blocks of 16 and 64, groups of 3 to 8, 1 and 16 new tokens."""
+    half = f"*{element}"
+    attention = {"query": half, "pool": half, "block_tables": "*i32", "context_lens": "*i32", "query_starts": "*i32"}
+    for head_dim, block_tokens, group, num_query_tokens, has_tree in (
+        (64, 16, 3, 1, False),
+        (128, 16, 8, 1, False),
+        (128, 64, 8, 16, True),
+        (256, 16, 4, 1, False),
+    ):
+        split = paged_attention.split_config(head_dim, block_tokens, group, num_query_tokens, 8, has_tree=has_tree)
+        yield KernelSpec(
+            paged_attention._split_kernel,
+            split,
+            {**attention, "tree_masks": "*i32", "partial": "*fp32", "log_sums": "*fp32"},
+            floats=("scale",),
+            is_decode=True,
+        )
+        padded = triton.next_power_of_2(head_dim)
+        yield KernelSpec(
+            paged_attention._merge_kernel,
+            LaunchConfig(
+                {"HEAD_DIM": head_dim, "HEAD_DIM_PADDED": padded, "NUM_SPLITS": 8, "SPLITS_PADDED": 8}, num_warps=1
+            ),
+            {"partial": "*fp32", "log_sums": "*fp32", "output": half},
+            is_decode=True,
+        )
+        yield KernelSpec(
+            prefill_attention._prefill_kernel,
+            prefill_attention.prefill_config(head_dim, block_tokens, group, 512, 0),
+            {**attention, "output": half},
+            floats=("scale",),
+        )
+        yield KernelSpec(
+            kv_cells._kv_write_kernel,
+            LaunchConfig({"HEAD_DIM": head_dim, "HEAD_DIM_PADDED": padded, "BLOCK_TOKENS": block_tokens}, num_warps=1),
+            {"key": half, "value": half, "pool": half, "slots": "*i64"},
+        )
+    for is_gather in (True, False):
+        yield KernelSpec(
+            kv_cells._move_kernel,
+            LaunchConfig({"IS_GATHER": is_gather, "ELEMENTS": kv_cells.COPY_ELEMENTS}),
+            {"pool": half, "blocks": "*i32", "staging": half},
+        )
+    for size in (576, 4096):
+        yield KernelSpec(
+            fused_layers._norm_kernel,
+            LaunchConfig({"SIZE": size, "SIZE_PADDED": triton.next_power_of_2(size), "HAS_RESIDUAL": True}),
+            {"hidden": half, "residual": half, "weight": half, "output": half},
+            floats=("eps",),
+            is_decode=True,
+        )
+    yield KernelSpec(
+        fused_layers._rotary_kernel,
+        LaunchConfig({"HALF": 64, "HALF_PADDED": 64}, num_warps=1),
+        {"x": half, "positions": "*i32", "cos": "*fp32", "sin": "*fp32"},
+        is_decode=True,
+    )
+    yield KernelSpec(
+        fused_layers._silu_kernel,
+        LaunchConfig({"ELEMENTS": 1024}),
+        {"gate_up": half, "output": half},
+        is_decode=True,
+    )
+
+
+def compile_kernel(spec: KernelSpec, arch: int) -> CompiledKernel:
+    """Compiles one kernel down to machine code for `sm_<arch>`. Raises triton's own error when it cannot."""
+    names = spec.kernel.arg_names
+    signature = {name: _argument_type(spec, name) for name in names}
+    constants = {(names.index(name),): value for name, value in spec.config.constants.items()}
+    # What a launch sees too: allocations and strides are multiples of 16.
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name in spec.pointers or name.endswith("_stride")
+    }
+    source = ASTSource(fn=spec.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": spec.config.num_warps, "num_stages": spec.config.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, WARP_SIZE), options=options)
+    registers, spilled_bytes = _resources(compiled.asm["ptx"], arch)
+    return CompiledKernel(
+        spec.name, arch, spec.config.constants, registers, spilled_bytes, int(compiled.metadata.shared), spec.is_decode
+    )
+
+
+def _argument_type(spec: KernelSpec, name: str) -> str:
+    if name in spec.config.constants:
+        return "constexpr"
+    if name in spec.pointers:
+        return spec.pointers[name]
+    return "fp32" if name in spec.floats else "i32"
+
+
+def _resources(ptx: str, arch: int) -> tuple[int, int]:
+    """Registers a thread and spilled bytes, from the assembler that triton ships."""
+    assembler = get_ptxas(arch).path
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        arguments = [f"--gpu-name={target.group(1) if target else f'sm_{arch}'}", "-v", str(source)]
+        finished = subprocess.run(
+            [assembler, *arguments, "-o", str(Path(folder) / "kernel.cubin")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    if finished.returncode != 0:
+        raise RuntimeError(f"ptxas failed: {finished.stderr[:500]}")
+    registers = re.search(r"Used (\d+) registers", finished.stderr)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", finished.stderr)
+    if registers is None or spills is None:
+        raise RuntimeError(f"ptxas did not report its resources: {finished.stderr[:500]}")
+    return int(registers.group(1)), int(spills.group(1)) + int(spills.group(2))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", type=int, action="append", help="compute capability, such as 90 (default: 90 and 80)")
+    arguments = parser.parse_args()
+    spilling = 0
+    for arch in arguments.arch or [90, 80]:
+        for spec in kernel_specs():
+            compiled = compile_kernel(spec, arch)
+            sys.stdout.write(json.dumps(asdict(compiled)) + "\n")
+            spilling += compiled.is_decode and compiled.spilled_bytes > 0
+    return 1 if spilling else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Chunked-prefill attention: long runs of new tokens against paged KV, variable lengths in one launch.
+
+The chunk's own keys and values are in the pool already (`kv_write` runs first), so one loop over the block table covers
+the cached prefix and the chunk alike (flash attention 2, Dao 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+
+import triton
+import triton.language as tl
+from engine.kernels.triton.launch_config import LaunchConfig, must_widen_dots
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    scale: float,
+    max_query_tokens: int,
+    sliding_window: int = 0,
+) -> torch.Tensor:
+    """Attention output `[num_tokens, num_heads, head_dim]` in the query's dtype.
+
+    Shapes as in `paged_attention`. sliding_window: tokens that a query sees, itself included; 0 is all.
+    """
+    num_heads, head_dim = query.shape[1], query.shape[2]
+    num_kv_heads, block_tokens = pool.shape[3], pool.shape[4]
+    output = torch.empty_like(query)
+    config = prefill_config(head_dim, block_tokens, num_heads // num_kv_heads, max_query_tokens, sliding_window)
+    grid = (triton.cdiv(max_query_tokens, config.constants["TILE_QUERIES"]), num_heads, context_lens.shape[0])
+    _prefill_kernel[grid](
+        query,
+        pool,
+        block_tables,
+        context_lens,
+        query_starts,
+        output,
+        scale,
+        layer,
+        num_heads,
+        block_tables.stride(0),
+        pool.stride(0),
+        pool.stride(1),
+        pool.stride(2),
+        **config.constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return output
+
+
+def prefill_config(
+    head_dim: int, block_tokens: int, group: int, max_query_tokens: int, sliding_window: int
+) -> LaunchConfig:
+    """Constants of the prefill kernel; wide heads take smaller tiles, so that they fit into registers."""
+    constants = {
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": triton.next_power_of_2(head_dim),
+        "BLOCK_TOKENS": block_tokens,
+        "TILE_QUERIES": 64 if max_query_tokens > 16 else 16,
+        "TILE_TOKENS": 64 if head_dim <= 128 else 32,
+        "SLIDING_WINDOW": sliding_window,
+        "WIDEN": must_widen_dots(),
+    }
+    return LaunchConfig(constants, num_warps=4 if head_dim <= 64 else 8)
+
+
+@triton.jit
+def _prefill_kernel(
+    query,
+    pool,
+    block_tables,
+    context_lens,
+    query_starts,
+    output,
+    scale,
+    layer,
+    num_heads,
+    table_stride,
+    block_stride,
+    layer_stride,
+    kv_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Grid (query tile, head, sequence). One program: TILE_QUERIES rows of one head against all KV they may see.
+
+    Reads each key and value up to the tile's last position once; a tile past the sequence's end returns at once.
+    """
+    tile, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row = tl.load(query_starts + sequence)
+    num_new = tl.load(query_starts + sequence + 1) - first_row
+    if tile * TILE_QUERIES >= num_new:
+        return
+    context_len = tl.load(context_lens + sequence)
+    row = tile * TILE_QUERIES + tl.arange(0, TILE_QUERIES)
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    is_row, is_dim = row < num_new, dim < HEAD_DIM
+    position = context_len - num_new + row
+    address = ((first_row + row)[:, None].to(tl.int64) * num_heads + head) * HEAD_DIM + dim[None, :]
+    q = tl.load(query + address, mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    if WIDEN:
+        q = q.to(tl.float32)
+    kv_head = head // GROUP
+    base = pool + layer.to(tl.int64) * layer_stride + kv_head.to(tl.int64) * BLOCK_TOKENS * HEAD_DIM
+
+    first_position = context_len - num_new + tile * TILE_QUERIES
+    end = tl.minimum(first_position + TILE_QUERIES, context_len)
+    start_token = 0
+    if SLIDING_WINDOW > 0:
+        start_token = tl.maximum(first_position - SLIDING_WINDOW + 1, 0) // TILE_TOKENS * TILE_TOKENS
+    best = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_QUERIES], tl.float32)
+    accumulated = tl.zeros([TILE_QUERIES, HEAD_DIM_PADDED], tl.float32)
+    for start in range(start_token, end, TILE_TOKENS):
+        token = start + tl.arange(0, TILE_TOKENS)
+        is_token = token < end
+        block = tl.load(block_tables + sequence * table_stride + token // BLOCK_TOKENS, mask=is_token, other=0)
+        cell = base + block.to(tl.int64)[:, None] * block_stride + (token % BLOCK_TOKENS)[:, None] * HEAD_DIM
+        is_element = is_token[:, None] & is_dim[None, :]
+        keys = tl.load(cell + dim[None, :], mask=is_element, other=0.0)
+        if WIDEN:
+            keys = keys.to(tl.float32)
+        scores = tl.dot(q, tl.trans(keys)) * (scale * LOG2_E)
+        sees = (token[None, :] <= position[:, None]) & is_token[None, :]
+        if SLIDING_WINDOW > 0:
+            sees = sees & (token[None, :] > position[:, None] - SLIDING_WINDOW)
+        scores = tl.where(sees, scores, float("-inf"))
+        tile_best = tl.maximum(best, tl.max(scores, 1))
+        safe_best = tl.where(tile_best == float("-inf"), 0.0, tile_best)
+        weights = tl.exp2(scores - safe_best[:, None])
+        fade = tl.exp2(best - safe_best)
+        values = tl.load(cell + kv_stride + dim[None, :], mask=is_element, other=0.0)
+        if WIDEN:
+            values = values.to(tl.float32)
+        accumulated = accumulated * fade[:, None] + tl.dot(weights.to(values.dtype), values)
+        total = total * fade + tl.sum(weights, 1)
+        best = tile_best
+    result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(output + address, result.to(output.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
