@@ -1,37 +1,12 @@
-"""What a transport needs to know of a KV pool: its layout and where a cell's bytes are.
-
-The pool's order is `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`: within one block, consecutive layers are
-contiguous, so a (block, layer range) is one run of bytes. `engine.kv_memory` has the pool itself.
-"""
+"""What a transport needs of a KV pool: its layout and where a cell's bytes are. `engine.kv_memory` has the pool."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
-ORDER = "block,layer,kv,head,token,dim"
+from cluster.kv_layout import ORDER, KvLayout
 
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """Shape of one worker's pool. Two workers exchange KV only as far as these agree (`kv_transfer.hello`)."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str  # float32 | bfloat16 | float16
-    element_bytes: int
-    block_tokens: int
-    order: str = ORDER
-
-    @property
-    def cell_bytes(self) -> int:
-        """Bytes of one (block, layer): keys and values of `block_tokens` tokens."""
-        return 2 * self.num_kv_heads * self.block_tokens * self.head_dim * self.element_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        return self.num_layers * self.cell_bytes
+__all__ = ["ORDER", "KvLayout", "KvMemory"]
 
 
 class KvMemory(Protocol):

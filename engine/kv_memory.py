@@ -1,0 +1,140 @@
+"""The KV pool's memory: one mapping seen as a tensor, as an address and as runs of bytes.
+
+The order is `[blocks, layers, 2, kv_heads, block_tokens, head_dim]` (`cluster.kv_layout`). Who owns which block is the
+block pool's business: this file does not know.
+
+    mapping (anonymous, or a memfd that a peer on this host may map)
+      ├── tensor   [blocks, layers, 2, kv_heads, block_tokens, head_dim]   for torch
+      ├── address  first byte                                              for native kernels
+      └── run()    bytes of (block, layer range)                           for transports
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import torch
+
+from cluster.errors import StartupError
+from cluster.kv_layout import KvLayout
+from engine.dtype import TORCH_DTYPES
+from engine.model_config import ModelConfig
+
+# Huge pages on x86-64 and most arm64 kernels: the pool starts at a multiple, so that its first bytes are on one too.
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+# In every float format that a pool may have, all bits set is NaN.
+POISON_BYTE = 0xFF
+
+
+def layout_of(config: ModelConfig, dtype: str, block_tokens: int) -> KvLayout:
+    """The pool's layout for one model."""
+    return KvLayout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        element_bytes=TORCH_DTYPES[dtype].itemsize,
+        block_tokens=block_tokens,
+    )
+
+
+class KvMemory:
+    """One worker's pool. Owned by the process that serves; implements `kv_transfer.kv_memory.KvMemory`.
+
+    `tensor` shares the mapping's bytes. `huge_pages` says whether the kernel took the advice to back it by huge pages:
+    a refusal costs speed, never correctness. `memfd` is the mapping's file descriptor when `shareable`, else None.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, *, shareable: bool = False) -> None:
+        """Raises `StartupError` when the machine does not give that much memory."""
+        if num_blocks < 1:
+            raise StartupError(f"the KV pool needs at least one block, got {num_blocks}", param="num_kv_blocks")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.size_bytes = num_blocks * layout.block_bytes
+        self._is_closed = False
+        self.memfd: int | None = None
+        self.mapping_offset = 0  # of the pool's first byte in the memfd
+        mapping_bytes = self.size_bytes + HUGE_PAGE_BYTES
+        try:
+            if shareable:
+                self.memfd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
+                os.ftruncate(self.memfd, mapping_bytes)
+                self._mapping = mmap.mmap(self.memfd, mapping_bytes)
+            else:
+                self._mapping = mmap.mmap(-1, mapping_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            self._close_memfd()
+            raise StartupError(
+                f"cannot map {mapping_bytes} bytes for the KV pool ({error.strerror}): set a smaller kv_cache_bytes",
+                param="kv_cache_bytes",
+            ) from error
+        self.huge_pages = _advise_huge_pages(self._mapping)
+        everything = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.mapping_offset = -everything.ctypes.data % HUGE_PAGE_BYTES
+        # Array and tensor hold the mapping's buffer, so it cannot be unmapped under a kernel that still reads them.
+        self._array = everything[self.mapping_offset : self.mapping_offset + self.size_bytes]
+        self._bytes = memoryview(self._mapping)[self.mapping_offset : self.mapping_offset + self.size_bytes]
+        self.tensor = (
+            torch.from_numpy(self._array)
+            .view(TORCH_DTYPES[layout.dtype])
+            .view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+        )
+
+    @property
+    def address(self) -> int:
+        """Where the pool's first byte is in this process."""
+        return int(self._array.ctypes.data)
+
+    def run(self, block: int, first_layer: int, num_layers: int) -> memoryview:
+        """The contiguous writable bytes of layers [first_layer, first_layer + num_layers) of one block.
+
+        Raises `IndexError` outside the pool: such a range comes from a bug or from a peer that was not checked.
+        """
+        last_layer = first_layer + num_layers
+        if not (0 <= block < self.num_blocks and 0 <= first_layer <= last_layer <= self.layout.num_layers):
+            raise IndexError(
+                f"block {block}, layers {first_layer} to {last_layer}: the pool has {self.num_blocks} blocks "
+                f"of {self.layout.num_layers} layers"
+            )
+        start = block * self.layout.block_bytes + first_layer * self.layout.cell_bytes
+        return self._bytes[start : start + num_layers * self.layout.cell_bytes]
+
+    def zero(self) -> None:
+        """Fills the pool with zeros; also makes every page resident."""
+        self._array.fill(0)
+
+    def poison(self, block: int) -> None:
+        """Fills one block with NaN, so that whoever reads it after it was freed shows it."""
+        start = block * self.layout.block_bytes
+        self._array[start : start + self.layout.block_bytes].fill(POISON_BYTE)
+
+    def close(self) -> None:
+        """Gives the memory back (idempotent): at once, or when the last view that somebody still holds is gone."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._close_memfd()
+        self._bytes.release()
+        del self.tensor, self._array
+        try:
+            self._mapping.close()
+        except BufferError:
+            return  # a view lives: its owner's reference unmaps
+
+    def _close_memfd(self) -> None:
+        if self.memfd is not None:
+            os.close(self.memfd)
+            self.memfd = None
+
+
+def _advise_huge_pages(mapping: mmap.mmap) -> bool:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return False
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without transparent huge pages
+        return False
+    return True
