@@ -23,11 +23,12 @@ from typing import Any
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import triton
-from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefill_attention
-from engine.kernels.triton.launch_config import LaunchConfig
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+
+from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefill_attention
+from engine.kernels.triton.launch_config import LaunchConfig
 
 WARP_SIZE = 32
 

@@ -7,7 +7,6 @@ that cannot take a list of runs; attention itself reads blocks in place.
 from __future__ import annotations
 
 import torch
-
 import triton
 import triton.language as tl
 

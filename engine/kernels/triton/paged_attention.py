@@ -10,9 +10,9 @@ Does not know: how the KV got there (`kv_write`), long prefill chunks (`prefill_
 from __future__ import annotations
 
 import torch
-
 import triton
 import triton.language as tl
+
 from engine.kernels.triton.launch_config import LaunchConfig, must_widen_dots
 
 MIN_DOT_ROWS = 16  # tl.dot takes at least 16 rows

@@ -7,9 +7,9 @@ the cached prefix and the chunk alike (flash attention 2, Dao 2023).
 from __future__ import annotations
 
 import torch
-
 import triton
 import triton.language as tl
+
 from engine.kernels.triton.launch_config import LaunchConfig, must_widen_dots
 
 LOG2_E = tl.constexpr(1.4426950408889634)
