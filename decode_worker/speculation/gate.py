@@ -1,0 +1,87 @@
+"""When guessing pays: measured step costs, a moving acceptance, and the k that gives the most tokens a second.
+
+Expected tokens of a step with k drafts at acceptance a: (1 - a^(k+1)) / (1 - a). Time of that step: the verification of
+batch x (k + 1) rows plus k guesses. Speculation runs at the k whose ratio of the two is best, if that beats k = 0.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, replace
+
+SMOOTHING = 0.1
+# What a drafter is believed to hit before anything was seen: worth a try, not a promise.
+INITIAL_ACCEPTANCE = 0.6
+# A gain below this is noise of the cost table.
+MIN_GAIN = 1.03
+COOL_DOWN_STEPS = 16
+MAX_COOL_DOWN_STEPS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured at start-up: the time of a step by its number of rows, and of one guess."""
+
+    rows: tuple[int, ...]  # ascending
+    step_ms: tuple[float, ...]
+    draft_ms: float
+
+    def verification_ms(self, num_rows: int) -> float:
+        """Between measured sizes: linear; beyond the last one: proportional to the rows."""
+        if num_rows >= self.rows[-1]:
+            return self.step_ms[-1] * num_rows / self.rows[-1]
+        right = max(1, bisect.bisect_left(self.rows, num_rows))
+        low, high = self.rows[right - 1], self.rows[right]
+        share = max(0.0, (num_rows - low) / (high - low))
+        return self.step_ms[right - 1] * (1 - share) + self.step_ms[right] * share
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Tokens of one step: the accepted run and the target's own token after it."""
+    if acceptance >= 1:
+        return num_drafts + 1.0
+    return float((1 - acceptance ** (num_drafts + 1)) / (1 - acceptance))
+
+
+def best_num_drafts(acceptance: float, batch_size: int, costs: StepCosts, max_drafts: int) -> int:
+    """The k in [0, max_drafts] with the most tokens a second; 0 unless the gain is more than noise."""
+    direct = 1 / costs.verification_ms(batch_size)
+
+    def rate(num_drafts: int) -> float:
+        step_ms = costs.verification_ms(batch_size * (num_drafts + 1)) + num_drafts * costs.draft_ms * batch_size
+        return expected_tokens(acceptance, num_drafts) / step_ms
+
+    best = max(range(1, max_drafts + 1), key=rate, default=0)
+    return best if best and rate(best) > MIN_GAIN * direct else 0
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """One request's (or route's) record with one drafter."""
+
+    acceptance: float = INITIAL_ACCEPTANCE
+    cool_down: int = 0  # steps still without drafts
+    next_cool_down: int = COOL_DOWN_STEPS
+
+
+def num_drafts_now(state: GateState, batch_size: int, costs: StepCosts, max_drafts: int) -> tuple[int, GateState]:
+    """How many drafts the next step takes, and the record after asking.
+
+    Where guessing does not pay it is left alone for a while, each time longer, then tried again with the benefit of the
+    doubt: what did not match in the introduction may match in the quotation.
+    """
+    if state.cool_down > 0:
+        return 0, replace(state, cool_down=state.cool_down - 1)
+    best = best_num_drafts(state.acceptance, batch_size, costs, max_drafts)
+    if best > 0:
+        return best, state
+    return 0, GateState(INITIAL_ACCEPTANCE, state.next_cool_down, min(2 * state.next_cool_down, MAX_COOL_DOWN_STEPS))
+
+
+def after_step(state: GateState, num_proposed: int, num_accepted: int) -> GateState:
+    """The record after a verified step. Each draft up to the first rejection is one trial."""
+    acceptance = state.acceptance
+    for index in range(min(num_accepted + 1, num_proposed)):
+        acceptance += SMOOTHING * ((1.0 if index < num_accepted else 0.0) - acceptance)
+    shorter = COOL_DOWN_STEPS if num_accepted else state.next_cool_down
+    return replace(state, acceptance=acceptance, next_cool_down=shorter)

@@ -1,0 +1,68 @@
+"""Guessing is switched on where it pays and off where it costs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from decode_worker.speculation.gate import (
+    COOL_DOWN_STEPS,
+    GateState,
+    StepCosts,
+    after_step,
+    best_num_drafts,
+    expected_tokens,
+    num_drafts_now,
+)
+
+# 16 rows cost little more than one, as on a machine that streams its weights once a step.
+FLAT = StepCosts((1, 16, 64), (17.0, 19.0, 60.0), draft_ms=0.01)
+STEEP = StepCosts((1, 16), (10.0, 160.0), draft_ms=0.0)
+
+
+def test_expected_tokens_is_the_textbook_sum() -> None:
+    assert expected_tokens(0.8, 4) == pytest.approx(sum(0.8**power for power in range(5)))
+    assert round(expected_tokens(0.8, 4), 1) == 3.4
+    assert expected_tokens(1.0, 4) == 5
+    assert expected_tokens(0.0, 4) == 1
+
+
+def test_costs_between_the_measured_sizes() -> None:
+    assert FLAT.verification_ms(1) == 17
+    assert FLAT.verification_ms(16) == 19
+    assert FLAT.verification_ms(40) == pytest.approx(39.5)
+    assert FLAT.verification_ms(128) == pytest.approx(120)
+
+
+def test_cheap_verification_takes_many_drafts_and_dear_verification_none() -> None:
+    assert best_num_drafts(0.8, 1, FLAT, 8) == 8
+    assert best_num_drafts(0.8, 1, STEEP, 8) == 0
+    assert best_num_drafts(0.05, 1, FLAT, 8) in (0, 1)
+
+
+def test_a_large_batch_turns_speculation_off() -> None:
+    assert best_num_drafts(0.7, 64, FLAT, 8) == 0
+
+
+def test_a_drafter_that_never_hits_is_tried_less_and_less_often() -> None:
+    state, tries = GateState(), []
+    for step in range(2000):
+        num_drafts, state = num_drafts_now(state, 1, FLAT, 4)
+        if num_drafts:
+            tries.append(step)
+            state = after_step(state, num_drafts, 0)
+    assert 0 < len(tries) < 300
+    first, last = sum(step < 500 for step in tries), sum(step >= 1500 for step in tries)
+    assert last < first / 2
+
+
+def test_acceptance_counts_trials_up_to_the_first_rejection() -> None:
+    state = GateState(acceptance=0.5)
+    assert after_step(state, 4, 0).acceptance == pytest.approx(0.45)
+    assert after_step(state, 1, 1).acceptance == pytest.approx(0.55)
+    assert math.isclose(after_step(state, 2, 1).acceptance, 0.9 * 0.55)
+
+
+def test_a_hit_ends_the_long_cool_downs() -> None:
+    assert after_step(GateState(next_cool_down=256), 4, 2).next_cool_down == COOL_DOWN_STEPS
