@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefill_attention
+from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefill_attention, quantized_matmul
 from engine.kernels.triton.launch_config import LaunchConfig
 
 WARP_SIZE = 32
@@ -42,6 +42,7 @@ class KernelSpec:
     pointers: dict[str, str]
     floats: tuple[str, ...] = ()
     is_decode: bool = False
+    min_arch: int = 80  # FP8 products need compute capability 8.9
 
     @property
     def name(self) -> str:
@@ -113,6 +114,22 @@ def kernel_specs(element: str = "bf16") -> Iterator[KernelSpec]:
             floats=("eps",),
             is_decode=True,
         )
+    for group_size in (32, 64):
+        yield KernelSpec(
+            quantized_matmul._w4a16_kernel,
+            quantized_matmul.w4a16_config(group_size),
+            {"x": half, "packed": "*i32", "scales": half, "zeros": half, "output": half},
+            is_decode=True,
+        )
+    for is_int8 in (True, False):
+        operand = "*i8" if is_int8 else "*fp8e4nv"
+        yield KernelSpec(
+            quantized_matmul._w8a8_kernel,
+            quantized_matmul.w8a8_config(is_int8=is_int8),
+            {"x": operand, "x_scales": "*fp32", "weight": operand, "weight_scales": "*fp32", "output": half},
+            is_decode=True,
+            min_arch=80 if is_int8 else 89,
+        )
     yield KernelSpec(
         fused_layers._rotary_kernel,
         LaunchConfig({"HALF": 64, "HALF_PADDED": 64}, num_warps=1),
@@ -132,11 +149,11 @@ def compile_kernel(spec: KernelSpec, arch: int) -> CompiledKernel:
     names = spec.kernel.arg_names
     signature = {name: _argument_type(spec, name) for name in names}
     constants = {(names.index(name),): value for name, value in spec.config.constants.items()}
-    # What a launch sees too: allocations and strides are multiples of 16.
+    # What a launch sees too: allocations, strides and matrix sizes are multiples of 16.
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name in spec.pointers or name.endswith("_stride")
+        if name in spec.pointers or name.endswith("_stride") or name in ("n", "k")
     }
     source = ASTSource(fn=spec.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": spec.config.num_warps, "num_stages": spec.config.num_stages}
@@ -186,6 +203,8 @@ def main() -> int:
     spilling = 0
     for arch in arguments.arch or [90, 80]:
         for spec in kernel_specs():
+            if arch < spec.min_arch:
+                continue
             compiled = compile_kernel(spec, arch)
             sys.stdout.write(json.dumps(asdict(compiled)) + "\n")
             spilling += compiled.is_decode and compiled.spilled_bytes > 0
