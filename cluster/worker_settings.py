@@ -6,10 +6,13 @@ token and the Redis password come from files with mode 0600 whose paths are give
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.settings_flags import parse_settings
 
 
 class WorkerSettings(BaseModel):
@@ -47,3 +50,8 @@ class WorkerSettings(BaseModel):
     parent_pid: int = Field(default=0, description="exit when this process is gone; 0: never")
     # Fault injection for tests: delays each transport frame, to make an artificially slow link.
     link_bytes_per_s: int = Field(default=0, ge=0, description="0: as fast as it goes; else a throttle for tests")
+
+
+def parse_arguments(program: str, arguments: Sequence[str]) -> WorkerSettings:
+    """The settings of `python -m prefill_worker` or `decode_worker`. Raises `StartupError` for a wrong flag."""
+    return parse_settings(WorkerSettings, program, arguments)

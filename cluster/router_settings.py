@@ -1,0 +1,49 @@
+"""What the router process is told at start: the same fields as flags of `python -m router`.
+
+Secrets never stand here: cluster token, Redis password and the digests of API keys come from files with mode 0600.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.settings_flags import parse_settings
+
+
+class RouterSettings(BaseModel):
+    """Frozen settings of one router process. Each field is one flag."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    router_id: str = "router-0"
+    model: str = Field(description="path of a GGUF file or safetensors directory: tokenizer and chat template only")
+    served_model_name: str = Field(default="", description="the name clients ask for; empty: from the model's path")
+    http_host: str = "127.0.0.1"
+    http_port: int = Field(default=8000, ge=1, le=65535)
+    grpc_port: int = Field(default=0, ge=0, le=65535, description="public gRPC front; 0: off")
+    runtime_dir: Path = Field(description="private directory (0700) for sockets of this cluster")
+    redis_url: str = ""
+    redis_password_file: Path | None = None
+    cluster_token_file: Path | None = None
+    api_keys_file: Path | None = Field(default=None, description="API keys, a line each: name and SHA-256")
+    block_tokens: int = Field(default=16, ge=1, le=256)
+    max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
+    default_max_tokens: int = Field(default=0, ge=0, description="for requests without max_tokens; 0: what fits")
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024, le=64 * 2**20)
+    max_concurrent_requests: int = Field(default=1024, ge=1, description="beyond it: 503 with Retry-After")
+    max_choices: int = Field(default=8, ge=1, le=128, description="bound of a request's n")
+    request_timeout_s: float = Field(default=600.0, gt=0, le=600, description="deadline of a request that names none")
+    prefill_fallback: Literal["allow", "deny"] = Field(
+        default="allow", description="may a decode worker prefill by itself when no prefill worker is ready"
+    )
+    seed: int = Field(default=0, description="base of the seeds of requests that name none")
+    parent_pid: int = Field(default=0, description="exit when this process is gone; 0: never")
+
+
+def parse_arguments(arguments: Sequence[str]) -> RouterSettings:
+    """The settings of `python -m router`. Raises `StartupError` for a wrong flag."""
+    return parse_settings(RouterSettings, "router", arguments)
