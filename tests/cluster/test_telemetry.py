@@ -1,0 +1,38 @@
+"""Metric names are the ones dashboards know, and two registries do not meet."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.telemetry import RouterMetrics, WorkerMetrics, exposition, new_registry
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tandem_num_requests_running", "tandem_num_requests_waiting", "tandem_prompt_tokens_total",
+     "tandem_generation_tokens_total", "tandem_time_to_first_token_seconds", "tandem_inter_token_latency_seconds",
+     "tandem_e2e_request_latency_seconds", "tandem_request_success_total", "tandem_prefix_cache_hits_total"],
+)  # fmt: skip
+def test_router_metrics_have_the_names_that_dashboards_use(name: str) -> None:
+    registry = new_registry()
+    RouterMetrics(registry)
+    assert f"# TYPE {name} " in exposition(registry).decode()
+
+
+def test_worker_metrics_carry_model_and_worker() -> None:
+    registry = new_registry()
+    metrics = WorkerMetrics(registry, "m", "decode-0")
+    metrics.kv_cache_usage.set(0.25)
+    metrics.block_conservation_error.set(0)
+    text = exposition(registry).decode()
+    assert 'tandem_kv_cache_usage_perc{model="m",worker_id="decode-0"} 0.25' in text
+    assert 'tandem_block_conservation_error{model="m",worker_id="decode-0"} 0.0' in text
+    assert "process_resident_memory_bytes" in text
+
+
+def test_two_routers_in_one_process_do_not_share_metrics() -> None:
+    first, second = new_registry(), new_registry()
+    RouterMetrics(first).redis_up.set(1)
+    RouterMetrics(second)
+    assert "tandem_redis_up 1.0" in exposition(first).decode()
+    assert "tandem_redis_up 0.0" in exposition(second).decode()
