@@ -1,0 +1,1 @@
+"""Decoder models as plain functions over weights and an operation table."""

@@ -1,0 +1,145 @@
+"""A model's shape from a Hugging Face `config.json`. What it does not understand it refuses.
+
+Reads both generations of the format: `rope_theta` with `rope_scaling` beside it, and `rope_parameters` that holds both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import StartupError, shown
+from engine.model_config import ModelConfig, RopeScaling
+
+# model_type in config.json -> our architecture. Mistral is Llama with a window.
+ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+DEFAULT_ROPE_THETA = 10_000.0
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The config without a fingerprint. Raises `StartupError` for a file that is missing, garbled or unsupported."""
+    path = directory / "config.json"
+    values = _Fields(path, _read_json(path))
+    model_type = values.get("model_type")
+    if model_type not in ARCHITECTURE_OF:
+        raise StartupError(
+            f"{path}: model_type {shown(model_type)} is not supported: use {', '.join(ARCHITECTURE_OF)}", param="model"
+        )
+    values.refuse_unless("hidden_act", "silu")
+    values.refuse_unless("quantization_config", None)
+    values.refuse_unless("mlp_bias", False)
+    values.refuse_unless("partial_rotary_factor", 1.0)
+    values.refuse_unless("attention_bias", model_type == "qwen2")
+    num_heads = values.integer("num_attention_heads")
+    hidden_size = values.integer("hidden_size")
+    rope = values.get("rope_parameters") or {}
+    return ModelConfig(
+        architecture=ARCHITECTURE_OF[model_type],
+        name=directory.resolve().name,
+        vocab_size=values.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=values.integer("intermediate_size"),
+        num_layers=values.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=values.integer("num_key_value_heads", num_heads),
+        head_dim=values.integer("head_dim", hidden_size // num_heads),
+        rope_theta=float(rope.get("rope_theta", values.get("rope_theta") or DEFAULT_ROPE_THETA)),
+        rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
+        max_model_len=values.integer("max_position_embeddings"),
+        tie_embeddings=bool(values.get("tie_word_embeddings")),
+        attention_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+        sliding_window=_sliding_window(values),
+        rope_scaling=_rope_scaling(path, rope or values.get("rope_scaling") or {}),
+        eos_token_ids=_end_tokens(directory, values),
+        bos_token_id=values.get("bos_token_id"),
+    )
+
+
+class _Fields:
+    """The values of one config.json. A null stands for an absent field, as transformers writes it."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self._path = path
+        self._values = values
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if type(value) is not int or value < 1:
+            raise StartupError(f"{self._path}: {name} is {shown(value)}, must be a positive number", param="model")
+        return value
+
+    def refuse_unless(self, name: str, supported: object) -> None:
+        value = self._values.get(name)
+        if value is not None and value != supported:
+            raise StartupError(f"{self._path}: {name} {shown(value)} is not supported", param="model")
+
+    def refuse(self, name: str) -> StartupError:
+        return StartupError(f"{self._path}: {name} {shown(self.get(name))} is not supported", param="model")
+
+
+def _sliding_window(values: _Fields) -> int:
+    """One window for all layers, or 0. Models whose layers differ are refused."""
+    kinds = set(values.get("layer_types") or ())
+    is_qwen = str(values.get("model_type")).startswith("qwen")
+    if len(kinds) > 1:
+        raise values.refuse("layer_types")
+    if kinds == {"full_attention"} or (is_qwen and not values.get("use_sliding_window")):
+        return 0
+    if is_qwen and not kinds and values.get("max_window_layers"):
+        raise values.refuse("max_window_layers")  # the layers below it attend to everything
+    return int(values.get("sliding_window") or 0)
+
+
+def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    try:
+        if kind == "linear":
+            return RopeScaling("linear", float(rope["factor"]))
+        if kind == "llama3":
+            return RopeScaling(
+                "llama3",
+                float(rope["factor"]),
+                float(rope["low_freq_factor"]),
+                float(rope["high_freq_factor"]),
+                int(rope["original_max_position_embeddings"]),
+            )
+    except KeyError as error:
+        raise StartupError(f"{path}: rope scaling {kind} lacks {error.args[0]}", param="model") from error
+    raise StartupError(f"{path}: rope scaling {shown(kind)} is not supported: use linear or llama3", param="model")
+
+
+def _end_tokens(directory: Path, values: _Fields) -> tuple[int, ...]:
+    """Ends of sequence from config.json and generation_config.json: chat models add theirs in the second only."""
+    generation = directory / "generation_config.json"
+    found: list[int] = []
+    for value in (
+        values.get("eos_token_id"),
+        _read_json(generation).get("eos_token_id") if generation.is_file() else None,
+    ):
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartupError(
+            f"cannot read {path}: {error.strerror}: a model directory holds config.json and *.safetensors",
+            param="model",
+        ) from error
+    except ValueError as error:
+        raise StartupError(f"{path} is not valid JSON ({error}): download it again", param="model") from error
+    if not isinstance(values, dict):
+        raise StartupError(f"{path} holds no JSON object: download it again", param="model")
+    return values
