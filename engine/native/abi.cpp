@@ -1,0 +1,90 @@
+// The C functions of tandem_native.h: exceptions become return codes and a message.
+#include <cstring>
+#include <exception>
+#include <string>
+
+#include "cpu_features.h"
+#include "decoder.h"
+#include "tandem_native.h"
+
+struct TandemModel {
+    tandem::Decoder decoder;
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+template <class Function>
+int32_t guarded(const Function& function) {
+    try {
+        function();
+        return 0;
+    } catch (const std::exception& error) {
+        last_error = error.what();
+        return 1;
+    }
+}
+
+tandem::KernelTable kernels_for(const std::string& isa) {
+    for (const tandem::Variant& variant : tandem::usable_variants())
+        if (isa.empty() || isa == variant.name) return variant.table();
+    throw std::invalid_argument("this machine cannot run the instruction set '" + isa + "'");
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t tandem_abi_version(void) { return TANDEM_ABI_VERSION; }
+
+const char* tandem_last_error(void) { return last_error.c_str(); }
+
+const char* tandem_usable_isas(void) {
+    static const std::string names = [] {
+        std::string joined;
+        for (const tandem::Variant& variant : tandem::usable_variants())
+            joined += (joined.empty() ? "" : ",") + std::string(variant.name);
+        return joined;
+    }();
+    return names.c_str();
+}
+
+TandemModel* tandem_model_create(const TandemModelSpec* spec, const float* inverse_frequencies, const char* isa) {
+    TandemModel* model = nullptr;
+    guarded([&] { model = new TandemModel{tandem::Decoder(*spec, inverse_frequencies, kernels_for(isa))}; });
+    return model;
+}
+
+void tandem_model_destroy(TandemModel* model) { delete model; }
+
+int32_t tandem_model_load(TandemModel* model, int32_t tensor, int32_t layer, int32_t rows, int32_t columns,
+                          int32_t source, int32_t format, const void* data) {
+    return guarded([&] {
+        model->decoder.load((TandemTensor)tensor, layer, rows, columns, (tandem::NumberFormat)source,
+                            (tandem::NumberFormat)format, data);
+    });
+}
+
+int32_t tandem_model_attach_pool(TandemModel* model, const TandemKvPool* pool) {
+    return guarded([&] { model->decoder.attach_pool(*pool); });
+}
+
+const char* tandem_model_isa(const TandemModel* model) { return model->decoder.isa(); }
+
+void tandem_model_status(const TandemModel* model, TandemModelStatus* status) { model->decoder.status(status); }
+
+int32_t tandem_model_memory(const TandemModel* model, int32_t index, uint64_t* address, uint64_t* num_bytes) {
+    const auto& ranges = model->decoder.arena().ranges();
+    if (index < 0 || (size_t)index >= ranges.size()) return 0;
+    *address = (uint64_t)ranges[(size_t)index].address;
+    *num_bytes = ranges[(size_t)index].num_bytes;
+    return 1;
+}
+
+int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* logits, int64_t logits_stride,
+                             float* hidden, TandemLayerCallback layer_done) {
+    return guarded([&] { model->decoder.forward(*step, logits, (size_t)logits_stride, hidden, layer_done); });
+}
+
+}  // extern "C"

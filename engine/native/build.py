@@ -1,0 +1,142 @@
+"""Builds the native library: each file of `kernels/` for its own instruction set, one shared library out of all.
+
+    python -m engine.native.build [--output-dir DIR] [--force]
+
+Needs a C++17 compiler (`CXX`, else c++, g++ or clang++) and nothing else: no Python headers, no torch. `setup.py` calls
+`build`, and an install without a compiler goes on without the library. Knows nothing of Python's ABI or of packaging.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).resolve().parent
+LIBRARY_NAME = "libtandem_native.so"
+# -ffp-contract=off: a product and a sum are fused only where the source says so, so that two builds agree.
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+)
+AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
+# GCC 12 reports uninitialised values inside its own AVX-512 headers (its bug 105593).
+QUIET_HEADERS = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
+AVX512_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512",
+                *QUIET_HEADERS)  # fmt: skip
+VARIANT_FLAGS = {
+    "avx2.cpp": AVX2_FLAGS,
+    "avx512.cpp": AVX512_FLAGS,
+    "avx512_bf16.cpp": (*AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"),
+}
+COMPILE_TIMEOUT_S = 600
+
+
+class BuildError(Exception):
+    """The library could not be built; the message says what to do."""
+
+
+def build(output_dir: Path = SOURCE_DIR, *, force: bool = False) -> Path:
+    """Compiles what changed since the last build and returns the library's path. Raises `BuildError`."""
+    library = output_dir / LIBRARY_NAME
+    digest_file = output_dir / f"{LIBRARY_NAME}.digest"
+    compiler = find_compiler()
+    digest = _digest(compiler)
+    if not force and library.is_file() and digest_file.is_file() and digest_file.read_text() == digest:
+        return library
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="tandem-native-") as directory:
+        objects = _compile_all(compiler, Path(directory))
+        linked = Path(directory) / LIBRARY_NAME
+        _run([*compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
+        # A rename: a process that has the old library mapped keeps it.
+        staged = output_dir / f".{LIBRARY_NAME}.{os.getpid()}"
+        shutil.copyfile(linked, staged)
+        staged.replace(library)
+    digest_file.write_text(digest)
+    return library
+
+
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler. Raises `BuildError` when there is none."""
+    named = os.environ.get("CXX")
+    if named:
+        return shlex.split(named)
+    for candidate in ("c++", "g++", "clang++"):
+        if shutil.which(candidate):
+            return [candidate]
+    raise BuildError("no C++ compiler found: install g++ or set CXX, then run `python -m engine.native.build`")
+
+
+def sources() -> list[tuple[Path, tuple[str, ...]]]:
+    """Each file to compile with its instruction-set flags; off x86-64 only the portable kernels."""
+    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    common: tuple[str, ...] = ("-DTANDEM_X86",) if on_x86 else ()
+    files = [(path, common) for path in sorted(SOURCE_DIR.glob("*.cpp"))]
+    files.append((SOURCE_DIR / "kernels" / "portable.cpp", ()))
+    if on_x86:
+        files.extend((SOURCE_DIR / "kernels" / name, flags) for name, flags in VARIANT_FLAGS.items())
+    return files
+
+
+def _digest(compiler: Sequence[str]) -> str:
+    """What the library depends on: sources, flags, compiler."""
+    digest = hashlib.sha256(repr((list(compiler), COMMON_FLAGS, sources())).encode())
+    for path in sorted([*SOURCE_DIR.rglob("*.cpp"), *SOURCE_DIR.rglob("*.h")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _compile_all(compiler: Sequence[str], directory: Path) -> list[Path]:
+    def compile_one(item: tuple[Path, tuple[str, ...]]) -> Path:
+        source, flags = item
+        target = directory / f"{source.parent.name}-{source.stem}.o"
+        _run([*compiler, *COMMON_FLAGS, *flags, f"-I{SOURCE_DIR}", "-c", str(source), "-o", str(target)])
+        return target
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        return list(pool.map(compile_one, sources()))
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} failed: {error}") from error
+    if done.returncode != 0:
+        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()[:4000]}")
+    if done.stderr.strip():
+        sys.stderr.write(done.stderr)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Build the native CPU library.")
+    parser.add_argument("--output-dir", type=Path, default=SOURCE_DIR)
+    parser.add_argument("--force", action="store_true", help="build even when nothing changed")
+    arguments = parser.parse_args()
+    try:
+        library = build(arguments.output_dir, force=arguments.force)
+    except BuildError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{library}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+// A Llama-family decoder: its packed weights and one forward pass over a flattened batch.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "arena.h"
+#include "kernel_table.h"
+#include "packing.h"
+#include "tandem_native.h"
+#include "thread_pool.h"
+
+namespace tandem {
+
+struct Layer {
+    PackedMatrix qkv, output, gate_up, down;
+    std::vector<float> attention_norm, mlp_norm;
+    std::vector<float> qkv_bias;            // empty: none
+    std::vector<float> query_norm, key_norm;  // empty: none
+};
+
+// Buffers of one step, float32, grown to the largest step seen. `rows` are tokens.
+struct Workspace {
+    int rows = 0;
+    std::vector<float> residual, normed, qkv, attended, gate_up, activated, cos, sin;
+    std::vector<uint8_t> packed;                 // activations as the kernels read them
+    std::vector<std::vector<uint8_t>> attention;  // scratch of each thread
+
+    size_t num_bytes() const;
+};
+
+class Decoder {
+  public:
+    // Throws std::invalid_argument for sizes that the kernels do not take.
+    Decoder(const TandemModelSpec& spec, const float* inverse_frequencies, const KernelTable& kernels);
+
+    void load(TandemTensor tensor, int layer, int rows, int columns, NumberFormat source, NumberFormat format,
+              const void* data);
+    void attach_pool(const TandemKvPool& pool);
+
+    // Throws std::invalid_argument for arrays that point outside the model or the pool: nothing was written then.
+    void forward(const TandemStep& step, float* logits, size_t logits_stride, float* hidden,
+                 TandemLayerCallback layer_done);
+
+    const char* isa() const { return kernels_.name; }
+    const Arena& arena() const { return arena_; }
+    void status(TandemModelStatus* status) const;
+
+  private:
+    struct Part {  // where a tensor goes
+        PackedMatrix* matrix;
+        int matrix_rows, first_row, columns;
+    };
+    Part matrix_part(TandemTensor tensor, int layer);
+    std::vector<float>* vector_part(TandemTensor tensor, int layer, size_t* offset, size_t* size);
+
+    void check_loaded() const;
+    void check_step(const TandemStep& step) const;
+    void reserve(int rows);
+    void compute_rotations(const TandemStep& step);
+    void embed(const TandemStep& step);
+    void normalise(const std::vector<float>& weight, int rows, const float* x, float* out);
+    void multiply(const PackedMatrix& matrix, const float* x, size_t stride, int rows, float* out, size_t out_stride,
+                  bool add);
+    void write_kv(const TandemStep& step, const Layer& layer, const KvLayer& kv);
+    void attend(const TandemStep& step, const KvLayer& kv);
+    void run_layer(const TandemStep& step, int index);
+    void compute_logits(const TandemStep& step, float* logits, size_t logits_stride, float* hidden);
+    KvLayer kv_layer(int index) const;
+
+    int heads_width() const { return spec_.num_heads * spec_.head_dim; }
+    int kv_width() const { return spec_.num_kv_heads * spec_.head_dim; }
+
+    const TandemModelSpec spec_;
+    const KernelTable kernels_;
+    const std::vector<float> inverse_frequencies_;
+    Arena arena_;
+    ThreadPool threads_;
+    PackedMatrix embedding_, output_;  // output_ empty: tied to the embedding
+    std::vector<float> final_norm_;
+    std::vector<Layer> layers_;
+    TandemKvPool pool_{};
+    Workspace work_;
+};
+
+}  // namespace tandem

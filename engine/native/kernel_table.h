@@ -1,0 +1,68 @@
+// What one instruction set offers: a table of functions that the decoder calls. Each variant file fills one.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "packed_matrix.h"
+
+namespace tandem {
+
+// A product out[m, :] (+)= x[m, :] * W^T in two steps, so that matrices with the same input share the first.
+struct LinearKernels {
+    // Bytes that `pack` writes for `rows` activations of k_padded inputs.
+    size_t (*packed_bytes)(int rows, int k_padded);
+    // Brings x [rows, k] (float32, row stride `stride`) into the form that `multiply` reads.
+    void (*pack)(const float* x, size_t stride, int rows, int k, int k_padded, void* packed);
+    // Computes outputs of panels [first, last) for all rows. A row's sums do not depend on `rows`.
+    void (*multiply)(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel, float* out,
+                     size_t out_stride, bool add);
+};
+
+enum class KvType : int32_t { kF32 = 0, kBf16 = 1 };
+
+// The paged pool [blocks, layers, 2, kv_heads, block_tokens, head_dim] seen from one layer. Strides in elements.
+struct KvLayer {
+    uint8_t* base = nullptr;  // key of block 0, this layer
+    KvType type = KvType::kF32;
+    size_t block_stride = 0;
+    size_t value_offset = 0;
+    size_t head_stride = 0;
+    int block_tokens = 0;
+    int head_dim = 0;
+};
+
+// Attention of some consecutive query tokens of one sequence with one KV head.
+struct AttentionTask {
+    KvLayer kv;
+    const int32_t* block_table;
+    int kv_head;
+    int group;           // query heads per KV head
+    int num_queries;     // query tokens of this task
+    int first_position;  // of the first query token
+    int window;          // 0: every earlier key is seen
+    float scale;
+    const float* q;  // first query token, first head of the group; heads are head_dim apart
+    size_t q_stride;
+    float* out;
+    size_t out_stride;
+};
+
+constexpr int kMaxAttentionRows = 192;  // query tokens * group of one task, unless one token alone has more
+
+struct KernelTable {
+    const char* name;
+    LinearKernels linear[kNumFormats];
+    void (*rms_norm)(const float* x, size_t stride, int rows, int n, const float* weight, float epsilon, float* out,
+                     size_t out_stride);
+    void (*add_bias)(float* x, size_t stride, int rows, int n, const float* bias);
+    // out[:, i] = silu(x[:, i]) * x[:, n + i]
+    void (*silu_multiply)(const float* x, size_t stride, int rows, int n, float* out, size_t out_stride);
+    // Rotates one head in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+    void (*rotate)(float* head, int head_dim, const float* cos, const float* sin);
+    void (*store_kv)(const float* row, int head_dim, KvType type, void* destination);
+    size_t (*attention_scratch_bytes)(int rows, int head_dim);
+    void (*attention)(const AttentionTask& task, void* scratch);
+    void (*embed)(const PackedMatrix& table, int token, float* out);
+};
+
+}  // namespace tandem

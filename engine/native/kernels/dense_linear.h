@@ -1,0 +1,110 @@
+// Products with F32 and BF16 weights. Activations are packed in blocks of rows as [step][row], so that the loop walks
+// one pointer; a step is one input (F32) or a pair of bfloat16 inputs (BF16).
+#pragma once
+#include "kernel_table.h"
+#include "kernels/tile.h"
+
+namespace {
+
+using tandem::LinearKernels;
+using tandem::PackedMatrix;
+
+// Few rows stream each panel once; many rows take panels in pairs from the cache.
+inline RowBlocks linear_blocks(int rows) { return RowBlocks(rows, rows <= kStreamRows ? kStreamRows : kPairRows); }
+
+template <class Dot>
+struct Dense {
+    using Activation = typename Dot::Activation;
+    using Tile = void (*)(const Activation*, const uint8_t*, size_t, int, float*, size_t, Sum);
+
+    template <int NP, bool kStream>
+    struct Maker {
+        template <int MR>
+        static void run(const Activation* a, const uint8_t* w, size_t panel_stride, int steps, float* out,
+                        size_t out_stride, Sum sum) {
+            multiply_tile<Dot, MR, NP, kStream>(a, MR, 1, w, panel_stride, steps, out, out_stride, sum);
+        }
+        template <int MR>
+        static constexpr Tile function() {
+            return &run<MR>;
+        }
+    };
+
+    static constexpr auto kStreamTiles = by_rows<Maker<1, true>>(std::make_index_sequence<kStreamRows>());
+    static constexpr auto kPairTiles = by_rows<Maker<2, false>>(std::make_index_sequence<kPairRows>());
+
+    static size_t packed_bytes(int rows, int k_padded) {
+        return (size_t)rows * (size_t)(k_padded / Dot::kInputs) * sizeof(Activation);
+    }
+
+    static void multiply(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel,
+                         float* out, size_t out_stride, bool add) {
+        const int steps = w.k_padded / Dot::kInputs;
+        const Sum sum = add ? Sum::kAddAfter : Sum::kStore;
+        const RowBlocks blocks = linear_blocks(rows);
+        const bool pairs = rows > kStreamRows;
+        for (int p = first_panel; p < last_panel;) {
+            const int width = pairs && p + 1 < last_panel ? 2 : 1;
+            for (int row = 0; row < rows; row += blocks.size) {
+                const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
+                const Activation* a = (const Activation*)packed + (size_t)row * steps;
+                float* to = out + row * out_stride + (size_t)p * kPanelOutputs;
+                const Tile tile = width == 2 ? kPairTiles.entry[mr] : kStreamTiles.entry[mr];
+                tile(a, w.panel(p), w.panel_bytes, steps, to, out_stride, sum);
+            }
+            p += width;
+        }
+    }
+};
+
+// x [rows, k] to blocks of [step][row]. Zeros stand for inputs from k to k_padded.
+inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows, int k, int k_padded, float* to) {
+    for (int row = 0; row < rows; row += blocks.size) {
+        const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
+        for (int m = 0; m < mr; ++m)
+            for (int i = 0; i < k_padded; ++i) to[(size_t)i * mr + m] = i < k ? x[(row + m) * stride + i] : 0.0f;
+        to += (size_t)mr * k_padded;
+    }
+}
+
+// One row as bfloat16, zeros after k.
+inline void round_row(const float* x, int k, int k_padded, uint16_t* out) {
+    int i = 0;
+    for (; i + kWidth <= k; i += kWidth) vstore_bf16(out + i, vload(x + i));
+    if (i < k) {
+        float rest[kWidth] = {};
+        for (int j = 0; i + j < k; ++j) rest[j] = x[i + j];
+        vstore_bf16(out + i, vload(rest));
+        i += kWidth;
+    }
+    for (; i < k_padded; ++i) out[i] = 0;
+}
+
+inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows, int k, int k_padded, uint32_t* to) {
+    constexpr int kPart = 512;  // inputs rounded at a time, on the stack
+    for (int row = 0; row < rows; row += blocks.size) {
+        const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
+        for (int m = 0; m < mr; ++m) {
+            const float* from = x + (row + m) * stride;
+            for (int first = 0; first < k_padded; first += kPart) {
+                alignas(64) uint32_t pairs[kPart / 2];
+                const int size = k_padded - first < kPart ? k_padded - first : kPart;
+                const int real = k - first < size ? (k > first ? k - first : 0) : size;
+                round_row(from + first, real, size, (uint16_t*)pairs);
+                uint32_t* column = to + (size_t)(first / 2) * mr + m;
+                for (int s = 0; s < size / 2; ++s) column[(size_t)s * mr] = pairs[s];
+            }
+        }
+        to += (size_t)mr * (k_padded / 2);
+    }
+}
+
+template <class Dot>
+inline void pack_dense(const float* x, size_t stride, int rows, int k, int k_padded, void* packed) {
+    pack_rows(x, stride, linear_blocks(rows), rows, k, k_padded, (typename Dot::Activation*)packed);
+}
+
+constexpr LinearKernels kF32Linear = {&Dense<DotF32>::packed_bytes, &pack_dense<DotF32>, &Dense<DotF32>::multiply};
+constexpr LinearKernels kBf16Linear = {&Dense<DotBf16>::packed_bytes, &pack_dense<DotBf16>, &Dense<DotBf16>::multiply};
+
+}  // namespace

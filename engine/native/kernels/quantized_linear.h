@@ -1,0 +1,151 @@
+// Products with Q4_0, Q4_1 and Q8_0 weights: activations are rounded to int8 with one scale for each 32 inputs, sums of
+// bytes are exact integers, and after each block of 32 the integer joins a float32 sum:
+//   sum += d_w * d_x * (dot(q_w, q_x) - offset * sum(q_x)) + m_w * d_x * sum(q_x)
+#pragma once
+#include "kernels/dense_linear.h"
+#include "kernels/elementwise.h"
+
+namespace {
+
+using tandem::kBlockInputs;
+using tandem::kHalfRowBytes;
+
+constexpr int kBlockWords = kBlockInputs / 4;            // 32-bit words of one row's 32 activations
+constexpr int kPackedBlockWords = kBlockWords + 2;       // then its scale (float) and the sum of its bytes (int32)
+constexpr int kQuantizedRows = kRegisters == 32 ? 10 : 2;  // two sums a row in registers
+
+inline RowBlocks quantized_blocks(int rows) { return RowBlocks(rows, kQuantizedRows); }
+
+// Rounds `size` (a multiple of kWidth) values to [-127, 127]; returns the scale, and the sum of the bytes.
+inline float quantize_values(const float* x, int size, int8_t* out, int32_t* sum) {
+    F highest = vzero();
+    for (int i = 0; i < size; i += kWidth) highest = vmax(highest, vabs(vload(x + i)));
+    const float maximum = vmaximum(highest);
+    const F inverse = vset1(maximum > 0.0f ? 127.0f / maximum : 0.0f);
+    int32_t total = 0;
+    F sums = vzero();
+    for (int i = 0; i < size; i += kWidth) {
+        const F rounded = vround(vmul(vload(x + i), inverse));
+        sums = vadd(sums, rounded);  // exact: below 2^24 for any size up to 131,072
+        istore_int8(out + i, ifrom_float(rounded));
+    }
+    total = (int32_t)vsum(sums);
+    *sum = total;
+    return maximum / 127.0f;
+}
+
+template <class Format>
+struct Quantized {
+    using Tile = void (*)(const uint32_t*, const uint8_t*, int, float*, size_t, bool);
+
+    struct Maker {
+        template <int MR>
+        static constexpr Tile function() {
+            return &Format::template multiply<MR>;
+        }
+    };
+    static constexpr auto kTiles = by_rows<Maker>(std::make_index_sequence<kQuantizedRows>());
+
+    static void multiply(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel,
+                         float* out, size_t out_stride, bool add) {
+        const int blocks_k = w.k_padded / kBlockInputs;
+        const size_t row_words = Format::row_words(w.k_padded);
+        const RowBlocks blocks = quantized_blocks(rows);
+        for (int p = first_panel; p < last_panel; ++p)
+            for (int row = 0; row < rows; row += blocks.size) {
+                const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
+                kTiles.entry[mr]((const uint32_t*)packed + row * row_words, w.panel(p), blocks_k,
+                                 out + row * out_stride + (size_t)p * kPanelOutputs, out_stride, add);
+            }
+    }
+    static size_t packed_bytes(int rows, int k_padded) { return (size_t)rows * Format::row_words(k_padded) * 4; }
+};
+
+template <int MR>
+inline void store_sums(const F (&sum)[MR][kVectors], float* out, size_t out_stride, bool add) {
+    for (int m = 0; m < MR; ++m)
+        for (int v = 0; v < kVectors; ++v) {
+            float* to = out + m * out_stride + v * kWidth;
+            vstore(to, add ? vadd(vload(to), sum[m][v]) : sum[m][v]);
+        }
+}
+
+// kBits 4 or 8; kOffset is subtracted from every weight; kMinimum: blocks have minima.
+template <int kBits, int kOffset, bool kMinimum>
+struct BlockFormat {
+    static constexpr int kRows = kBits == 4 ? 4 : 8;
+    static constexpr size_t kBytes = kRows * kRowBytes + (kMinimum ? 2 : 1) * kHalfRowBytes;
+
+    static size_t row_words(int k_padded) { return (size_t)(k_padded / kBlockInputs) * kPackedBlockWords; }
+
+    // a: for each block of 32 inputs [8 words][MR], scales [MR], sums [MR].
+    template <int MR>
+    static void multiply(const uint32_t* a, const uint8_t* w, int blocks, float* out, size_t out_stride, bool add) {
+        F sum[MR][kVectors];
+        for (int m = 0; m < MR; ++m)
+            for (int v = 0; v < kVectors; ++v) sum[m][v] = vzero();
+        for (int b = 0; b < blocks; ++b, w += kBytes, a += kPackedBlockWords * MR) {
+            for (size_t byte = 0; byte < kBytes; byte += 64) __builtin_prefetch(w + 4096 + byte, 0, 3);
+            const float* scales = (const float*)(a + kBlockWords * MR);
+            const int32_t* sums = (const int32_t*)(scales + MR);
+            for (int v = 0; v < kVectors; ++v) {
+                const uint8_t* lane = w + v * kWidth * 4;
+                I dot[MR];
+                for (int m = 0; m < MR; ++m) dot[m] = kOffset ? iset1(-kOffset * sums[m]) : izero();
+                for (int r = 0; r < kRows; ++r) add_row<MR>(dot, iload(lane + r * kRowBytes), a, r);
+                const uint16_t* half = (const uint16_t*)(w + kRows * kRowBytes) + v * kWidth;
+                const F d = vload_f16(half);
+                for (int m = 0; m < MR; ++m)
+                    sum[m][v] = vfma(vmul(d, vset1(scales[m])), vfrom_int(dot[m]), sum[m][v]);
+                if constexpr (kMinimum) {
+                    const F low = vload_f16(half + kPanelOutputs);
+                    for (int m = 0; m < MR; ++m) sum[m][v] = vfma(low, vset1(scales[m] * (float)sums[m]), sum[m][v]);
+                }
+            }
+        }
+        store_sums<MR>(sum, out, out_stride, add);
+    }
+
+    template <int MR>
+    static inline void add_row(I (&dot)[MR], I row, const uint32_t* a, int r) {
+        if constexpr (kBits == 4) {
+            const I low = iand(row, iset1(0x0f0f0f0f));
+            const I high = iand(ishift_right<4>(row), iset1(0x0f0f0f0f));
+            for (int m = 0; m < MR; ++m) {
+                dot[m] = dot_bytes(dot[m], low, iset1((int32_t)a[2 * r * MR + m]));
+                dot[m] = dot_bytes(dot[m], high, iset1((int32_t)a[(2 * r + 1) * MR + m]));
+            }
+        } else {
+            for (int m = 0; m < MR; ++m) dot[m] = dot_bytes(dot[m], row, iset1((int32_t)a[r * MR + m]));
+        }
+    }
+
+    static void pack(const float* x, size_t stride, int rows, int k, int k_padded, void* packed) {
+        uint32_t* to = (uint32_t*)packed;
+        const RowBlocks blocks = quantized_blocks(rows);
+        for (int row = 0; row < rows; row += blocks.size) {
+            const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
+            for (int first = 0; first < k_padded; first += kBlockInputs, to += (size_t)kPackedBlockWords * mr)
+                for (int m = 0; m < mr; ++m) {
+                    float values[kBlockInputs] = {};
+                    for (int i = 0; i < kBlockInputs && first + i < k; ++i) values[i] = x[(row + m) * stride + first + i];
+                    uint32_t words[kBlockWords];
+                    int32_t sum;
+                    const float scale = quantize_values(values, kBlockInputs, (int8_t*)words, &sum);
+                    for (int i = 0; i < kBlockWords; ++i) to[i * mr + m] = words[i];
+                    __builtin_memcpy(to + kBlockWords * mr + m, &scale, 4);
+                    __builtin_memcpy(to + (kBlockWords + 1) * mr + m, &sum, 4);
+                }
+        }
+    }
+};
+
+template <class Format>
+constexpr LinearKernels kQuantizedLinear = {&Quantized<Format>::packed_bytes, &Format::pack,
+                                            &Quantized<Format>::multiply};
+
+using Q4_0Format = BlockFormat<4, 8, false>;
+using Q4_1Format = BlockFormat<4, 0, true>;
+using Q8_0Format = BlockFormat<8, 128, false>;
+
+}  // namespace

@@ -1,0 +1,106 @@
+// The inner loop of every product: MR rows of activations times NP panels of 16 outputs, sums kept in registers.
+//
+// Each output is one chain of additions in order of k, whatever MR and NP are: a row's result does not depend on the
+// batch it is computed in. Bytes read: NP panels once, A once per panel pair.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "kernels/vec.h"
+#include "packed_matrix.h"
+
+namespace {
+
+using tandem::kPanelOutputs;
+using tandem::kRowBytes;
+
+constexpr int kVectors = kPanelOutputs / kWidth;  // vectors in one 64-byte row of a panel
+
+// What to do with earlier contents of `out`.
+enum class Sum {
+    kStore,     // out = sum
+    kAddAfter,  // out = out + sum
+    kContinue,  // sums start from out
+};
+
+// The most rows that share one pass over a panel (accumulators, one row of weights, broadcasts fit the registers).
+constexpr int kStreamRows = kRegisters == 32 ? 16 : (kVectors == 2 ? 4 : 2);
+// The most rows where two panels are taken together: for many rows, where weights come from the cache.
+constexpr int kPairRows = kRegisters == 32 ? 12 : 2;
+
+struct DotBf16 {
+    static constexpr int kInputs = 2;  // inputs in one step
+    using Activation = uint32_t;
+    using Weights = I;
+    static Weights load(const uint8_t* p) { return iload(p); }
+    static F accumulate(F acc, Weights w, Activation x) { return dot_bf16_pairs(acc, w, iset1((int32_t)x)); }
+};
+
+struct DotF32 {
+    static constexpr int kInputs = 1;
+    using Activation = float;
+    using Weights = F;
+    static Weights load(const uint8_t* p) { return vload((const float*)p); }
+    static F accumulate(F acc, Weights w, Activation x) { return vfma(w, vset1(x), acc); }
+};
+
+// The weights of later panels, fetched while this one is multiplied: into the first cache where the loop waits for
+// memory, into the second, from farther ahead, where it waits for arithmetic. Measured on Zen 4.
+template <int MR>
+inline void prefetch_stream(const uint8_t* p) {
+    if constexpr (MR <= 8) {
+        __builtin_prefetch(p + 4096, 0, 3);
+    } else {
+        __builtin_prefetch(p + 16384, 0, 2);
+    }
+}
+
+// a: step s of row m at a[s * step_stride + m * row_stride].
+template <class Dot, int MR, int NP, bool kStream>
+inline __attribute__((always_inline)) void multiply_tile(const typename Dot::Activation* a, size_t step_stride,
+                                                         size_t row_stride, const uint8_t* w, size_t panel_stride,
+                                                         int steps, float* out, size_t out_stride, Sum sum) {
+    constexpr int kColumns = NP * kVectors;
+    F acc[MR][kColumns];
+    for (int m = 0; m < MR; ++m)
+        for (int j = 0; j < kColumns; ++j)
+            acc[m][j] = sum == Sum::kContinue ? vload(out + m * out_stride + j * kWidth) : vzero();
+    for (int s = 0; s < steps; ++s) {
+        typename Dot::Weights row[kColumns];
+        for (int p = 0; p < NP; ++p) {
+            for (int v = 0; v < kVectors; ++v)
+                row[p * kVectors + v] = Dot::load(w + p * panel_stride + s * kRowBytes + v * kWidth * 4);
+            if (kStream) prefetch_stream<MR>(w + p * panel_stride + s * kRowBytes);
+        }
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) {
+            const typename Dot::Activation x = a[s * step_stride + m * row_stride];
+#pragma GCC unroll 8
+            for (int j = 0; j < kColumns; ++j) acc[m][j] = Dot::accumulate(acc[m][j], row[j], x);
+        }
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int j = 0; j < kColumns; ++j) {
+            float* to = out + m * out_stride + j * kWidth;
+            vstore(to, sum == Sum::kAddAfter ? vadd(vload(to), acc[m][j]) : acc[m][j]);
+        }
+}
+
+// `rows` in blocks of nearly equal size, none above `most`: the first blocks have `size` rows, the last the rest.
+struct RowBlocks {
+    int count;
+    int size;
+    RowBlocks(int rows, int most) : count((rows + most - 1) / most), size(count ? (rows + count - 1) / count : 0) {}
+};
+
+// The function of a table with one entry for each number of rows, 1 to sizeof...(Is).
+template <class Maker, size_t... Is>
+constexpr auto by_rows(std::index_sequence<Is...>) {
+    struct Table {
+        decltype(Maker::template function<1>()) entry[sizeof...(Is) + 1];
+    };
+    return Table{{nullptr, Maker::template function<(int)Is + 1>()...}};
+}
+
+}  // namespace

@@ -1,0 +1,183 @@
+#include "packing.h"
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace tandem {
+
+namespace {
+
+float f16_to_float(uint16_t half) {
+    const int exponent = (half >> 10) & 31, mantissa = half & 1023;
+    float value;
+    if (exponent == 0)
+        value = std::ldexp((float)mantissa, -24);
+    else if (exponent == 31)
+        value = mantissa ? NAN : INFINITY;
+    else
+        value = std::ldexp((float)(mantissa + 1024), exponent - 25);
+    return half & 0x8000 ? -value : value;
+}
+
+// Round to nearest even, the same as the hardware's conversion; values too large become infinity.
+uint16_t float_to_f16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint16_t sign = (bits >> 16) & 0x8000;
+    const float magnitude = std::fabs(value);
+    if (std::isnan(value)) return sign | 0x7e00;
+    if (magnitude >= 65520.0f) return sign | 0x7c00;
+    int exponent = magnitude > 0.0f ? std::ilogb(magnitude) : -15;
+    if (exponent < -14) return sign | (uint16_t)std::nearbyint(std::ldexp(magnitude, 24));
+    // A mantissa that rounds up to 2048 carries into the exponent by itself.
+    const int mantissa = (int)std::nearbyint(std::ldexp(magnitude, 10 - exponent));
+    return sign | (uint16_t)(((exponent + 15) << 10) + mantissa - 1024);
+}
+
+uint16_t float_to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (std::isnan(value)) return 0x7fc0;
+    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+void pack_row_f32(uint8_t* panel, int lane, const float* row, int k) {
+    for (int i = 0; i < k; ++i) std::memcpy(panel + i * kRowBytes + 4 * lane, row + i, 4);
+}
+
+void pack_row_bf16(uint8_t* panel, int lane, const float* row, int k) {
+    for (int i = 0; i < k; ++i) {
+        const uint16_t value = float_to_bf16(row[i]);
+        std::memcpy(panel + i / 2 * kRowBytes + 4 * lane + 2 * (i % 2), &value, 2);
+    }
+}
+
+// GGUF's block: [d float16][m float16 for Q4_1][16 bytes: inputs 0..15 in the low nibbles, 16..31 in the high ones].
+void pack_block_q4(uint8_t* block, int lane, const uint8_t* source, bool has_minimum) {
+    const uint8_t* nibbles = source + (has_minimum ? 4 : 2);
+    for (int i = 0; i < kBlockInputs; ++i) {
+        const int value = i < 16 ? nibbles[i] & 15 : nibbles[i - 16] >> 4;
+        block[i / 8 * kRowBytes + 4 * lane + i % 4] |= (uint8_t)(value << (i % 8 >= 4 ? 4 : 0));
+    }
+    std::memcpy(block + 4 * kRowBytes + 2 * lane, source, 2);
+    if (has_minimum) std::memcpy(block + 4 * kRowBytes + kHalfRowBytes + 2 * lane, source + 2, 2);
+}
+
+// GGUF's block: [d float16][32 int8].
+void pack_block_q8(uint8_t* block, int lane, const uint8_t* source) {
+    for (int i = 0; i < kBlockInputs; ++i)
+        block[i / 4 * kRowBytes + 4 * lane + i % 4] = (uint8_t)((int8_t)source[2 + i] + 128);
+    std::memcpy(block + 8 * kRowBytes + 2 * lane, source, 2);
+}
+
+// A Q4_1 block of 32 floats: m is the minimum, d a fifteenth of the range.
+void quantize_block_q4_1(const float* values, uint8_t* block) {
+    float low = values[0], high = values[0];
+    for (int i = 1; i < kBlockInputs; ++i) low = std::fmin(low, values[i]), high = std::fmax(high, values[i]);
+    const uint16_t d = float_to_f16((high - low) / 15.0f), m = float_to_f16(low);
+    const float step = f16_to_float(d), base = f16_to_float(m);
+    std::memcpy(block, &d, 2);
+    std::memcpy(block + 2, &m, 2);
+    std::memset(block + 4, 0, 16);
+    for (int i = 0; i < kBlockInputs; ++i) {
+        const float scaled = step > 0.0f ? std::nearbyint((values[i] - base) / step) : 0.0f;
+        const int value = (int)std::fmin(std::fmax(scaled, 0.0f), 15.0f);
+        block[4 + i % 16] |= (uint8_t)(value << (i < 16 ? 0 : 4));
+    }
+}
+
+// A Q8_0 block of 32 floats: d is the largest magnitude over 127.
+void quantize_block_q8_0(const float* values, uint8_t* block) {
+    float highest = 0.0f;
+    for (int i = 0; i < kBlockInputs; ++i) highest = std::fmax(highest, std::fabs(values[i]));
+    const uint16_t d = float_to_f16(highest / 127.0f);
+    const float step = f16_to_float(d);
+    std::memcpy(block, &d, 2);
+    for (int i = 0; i < kBlockInputs; ++i) {
+        const float scaled = step > 0.0f ? std::nearbyint(values[i] / step) : 0.0f;
+        block[2 + i] = (uint8_t)(int8_t)std::fmin(std::fmax(scaled, -127.0f), 127.0f);
+    }
+}
+
+size_t source_block_bytes(NumberFormat source) {
+    return source == NumberFormat::kQ4_0 ? 18 : (source == NumberFormat::kQ4_1 ? 20 : 34);
+}
+
+void pack_blocks(PackedMatrix& matrix, int output, const uint8_t* row, NumberFormat source) {
+    uint8_t* panel = matrix.panel(output / kPanelOutputs);
+    const int lane = output % kPanelOutputs;
+    for (int b = 0; b < matrix.k / kBlockInputs; ++b, row += source_block_bytes(source)) {
+        uint8_t* block = panel + (size_t)b * block_bytes(matrix.format);
+        if (matrix.format == NumberFormat::kQ8_0)
+            pack_block_q8(block, lane, row);
+        else
+            pack_block_q4(block, lane, row, matrix.format == NumberFormat::kQ4_1);
+    }
+}
+
+void pack_floats(PackedMatrix& matrix, int output, const float* row) {
+    uint8_t* panel = matrix.panel(output / kPanelOutputs);
+    const int lane = output % kPanelOutputs;
+    if (matrix.format == NumberFormat::kF32) return pack_row_f32(panel, lane, row, matrix.k);
+    if (matrix.format == NumberFormat::kBf16) return pack_row_bf16(panel, lane, row, matrix.k);
+    std::vector<uint8_t> blocks((size_t)matrix.k / kBlockInputs * source_block_bytes(matrix.format));
+    uint8_t* block = blocks.data();
+    for (int i = 0; i < matrix.k; i += kBlockInputs, block += source_block_bytes(matrix.format)) {
+        if (matrix.format == NumberFormat::kQ8_0)
+            quantize_block_q8_0(row + i, block);
+        else
+            quantize_block_q4_1(row + i, block);
+    }
+    pack_blocks(matrix, output, blocks.data(), matrix.format);
+}
+
+void check(const PackedMatrix& matrix, int first_row, int rows, NumberFormat source) {
+    if (first_row < 0 || rows < 0 || first_row + rows > matrix.n) throw std::invalid_argument("rows outside the matrix");
+    if (is_block_format(matrix.format) && matrix.k % kBlockInputs != 0)
+        throw std::invalid_argument("a block format needs inputs in multiples of 32, not " + std::to_string(matrix.k));
+    const bool takes = is_block_format(source) ? source == matrix.format : matrix.format != NumberFormat::kQ4_0;
+    if (!takes) throw std::invalid_argument("this source cannot be kept in this format");
+}
+
+}  // namespace
+
+float float_of(NumberFormat source, const void* data, size_t index) {
+    if (source == NumberFormat::kF32) return ((const float*)data)[index];
+    const uint16_t bits = ((const uint16_t*)data)[index];
+    if (source == NumberFormat::kF16) return f16_to_float(bits);
+    const uint32_t widened = (uint32_t)bits << 16;
+    float value;
+    std::memcpy(&value, &widened, 4);
+    return value;
+}
+
+PackedMatrix allocate_matrix(Arena& arena, NumberFormat format, int n, int k) {
+    PackedMatrix matrix;
+    matrix.format = format;
+    matrix.n = n;
+    matrix.k = k;
+    matrix.k_padded = (k + kBlockInputs - 1) / kBlockInputs * kBlockInputs;
+    matrix.panels = (n + kPanelOutputs - 1) / kPanelOutputs;
+    matrix.panel_bytes = panel_bytes(format, matrix.k_padded);
+    matrix.data = arena.take(matrix.panel_bytes * (size_t)matrix.panels);
+    return matrix;
+}
+
+void pack_matrix(PackedMatrix& matrix, int first_row, int rows, NumberFormat source, const void* data) {
+    check(matrix, first_row, rows, source);
+    std::vector<float> floats(is_block_format(source) ? 0 : (size_t)matrix.k);
+    for (int i = 0; i < rows; ++i) {
+        if (is_block_format(source)) {
+            const size_t row_bytes = (size_t)matrix.k / kBlockInputs * source_block_bytes(source);
+            pack_blocks(matrix, first_row + i, (const uint8_t*)data + i * row_bytes, source);
+            continue;
+        }
+        for (int j = 0; j < matrix.k; ++j) floats[(size_t)j] = float_of(source, data, (size_t)i * matrix.k + j);
+        pack_floats(matrix, first_row + i, floats.data());
+    }
+}
+
+}  // namespace tandem

@@ -1,0 +1,17 @@
+// Brings weights from the caller's layout into panels (packed_matrix.h).
+#pragma once
+#include "arena.h"
+#include "packed_matrix.h"
+
+namespace tandem {
+
+// An all-zero matrix of n outputs and k inputs.
+PackedMatrix allocate_matrix(Arena& arena, NumberFormat format, int n, int k);
+
+// Writes `rows` outputs of k inputs each at output `first_row`: blocks value for value into the same format, floats into
+// any format but Q4_0 (rounded). Throws std::invalid_argument for other pairs and for k that does not divide into blocks.
+void pack_matrix(PackedMatrix& matrix, int first_row, int rows, NumberFormat source, const void* data);
+
+float float_of(NumberFormat source, const void* data, size_t index);
+
+}  // namespace tandem

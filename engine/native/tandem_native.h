@@ -1,0 +1,120 @@
+/* The C interface of the native engine. Plain C types, no Python and no torch: ctypes loads it.
+ *
+ * A model is created from its sizes, loaded matrix by matrix (the library packs and keeps its own copy), tied to a KV
+ * pool that the caller owns, and then run step by step. One thread at a time may use a model. Functions that can fail
+ * return 0 on success; tandem_last_error() says what went wrong on the calling thread.
+ */
+#ifndef TANDEM_NATIVE_H
+#define TANDEM_NATIVE_H
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TANDEM_ABI_VERSION 1
+
+#if defined(__GNUC__)
+#define TANDEM_API __attribute__((visibility("default")))
+#else
+#define TANDEM_API
+#endif
+
+typedef struct TandemModel TandemModel;
+
+typedef struct {
+    int32_t vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
+    int32_t sliding_window; /* 0: off */
+    float rms_norm_eps;
+    float attention_scale;
+    int32_t num_threads; /* 1: everything on the calling thread */
+} TandemModelSpec;
+
+enum TandemTensor {
+    TANDEM_EMBEDDING = 0,
+    TANDEM_OUTPUT = 1, /* not loaded: the embedding is tied */
+    TANDEM_FINAL_NORM = 2,
+    TANDEM_ATTENTION_NORM = 3,
+    TANDEM_MLP_NORM = 4,
+    TANDEM_QUERY = 5,
+    TANDEM_KEY = 6,
+    TANDEM_VALUE = 7,
+    TANDEM_ATTENTION_OUTPUT = 8,
+    TANDEM_GATE = 9,
+    TANDEM_UP = 10,
+    TANDEM_DOWN = 11,
+    TANDEM_QUERY_BIAS = 12,
+    TANDEM_KEY_BIAS = 13,
+    TANDEM_VALUE_BIAS = 14,
+    TANDEM_QUERY_NORM = 15,
+    TANDEM_KEY_NORM = 16
+};
+
+/* What the caller's bytes are (`source`) and how the library keeps a matrix (`format`, packed_matrix.h). Block formats
+ * are GGUF's, row after row; a matrix in one takes the same blocks value for value, or floats, which are rounded. */
+enum TandemNumberFormat {
+    TANDEM_F32 = 0,
+    TANDEM_BF16 = 1,
+    TANDEM_F16 = 2, /* source only */
+    TANDEM_Q4_0 = 3,
+    TANDEM_Q4_1 = 4,
+    TANDEM_Q8_0 = 5
+};
+
+typedef struct {
+    void* address;        /* [blocks, layers, 2, kv_heads, block_tokens, head_dim] */
+    int64_t num_blocks;
+    int32_t block_tokens;
+    int32_t is_bfloat16;  /* else float32 */
+} TandemKvPool;
+
+/* engine.step.StepInput: B sequences with T new tokens, R rows whose logits are wanted. */
+typedef struct {
+    const int32_t* token_ids;    /* [T] */
+    const int32_t* positions;    /* [T] */
+    const int64_t* slots;        /* [T] */
+    const int32_t* query_starts; /* [B + 1] */
+    const int32_t* context_lens; /* [B] */
+    const int32_t* block_tables; /* [B, table_width] */
+    const int32_t* logit_rows;   /* [R] */
+    int32_t num_tokens, num_sequences, table_width, num_logit_rows;
+} TandemStep;
+
+/* Called on the stepping thread when a layer's KV of this step is in the pool. */
+typedef void (*TandemLayerCallback)(int32_t layer);
+
+typedef struct {
+    int64_t packed_bytes;     /* weights as kept */
+    int64_t reserved_bytes;   /* address space of the arena */
+    int64_t huge_page_bytes;  /* of those, what the system was asked to put on huge pages and did not refuse */
+    int64_t workspace_bytes;
+    int32_t num_threads;
+} TandemModelStatus;
+
+TANDEM_API int32_t tandem_abi_version(void);
+TANDEM_API const char* tandem_last_error(void);
+
+/* Instruction sets that are compiled in and that this processor runs, best first, separated by commas. */
+TANDEM_API const char* tandem_usable_isas(void);
+
+/* `isa` empty: the best one. `inverse_frequencies` [head_dim / 2] of the rotary embedding. NULL on failure. */
+TANDEM_API TandemModel* tandem_model_create(const TandemModelSpec* spec, const float* inverse_frequencies, const char* isa);
+TANDEM_API void tandem_model_destroy(TandemModel* model);
+TANDEM_API int32_t tandem_model_load(TandemModel* model, int32_t tensor, int32_t layer, int32_t rows, int32_t columns,
+                          int32_t source, int32_t format, const void* data);
+TANDEM_API int32_t tandem_model_attach_pool(TandemModel* model, const TandemKvPool* pool);
+TANDEM_API const char* tandem_model_isa(const TandemModel* model);
+TANDEM_API void tandem_model_status(const TandemModel* model, TandemModelStatus* status);
+/* The i-th memory range of packed weights; 0 when there is no such range. */
+TANDEM_API int32_t tandem_model_memory(const TandemModel* model, int32_t index, uint64_t* address, uint64_t* num_bytes);
+
+/* logits [R, logits_stride] float32, hidden [R, hidden_size] float32: the last hidden states, normed.
+ * logits_stride is at least vocab_size rounded up to 16; the columns after vocab_size are undefined. */
+TANDEM_API int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* logits, int64_t logits_stride,
+                             float* hidden, TandemLayerCallback layer_done);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,155 @@
+"""Hands a model's weights to the native library: which tensor goes where, and in which format it is kept.
+
+    quantization  matrices are kept as
+    none          the compute dtype: float32 or bfloat16
+    int8          Q8_0: bytes, one scale for each 32 inputs
+    int4          Q4_1: 4 bits, scale and minimum for each 32 inputs; embedding and output head in Q8_0
+    gguf          the file's own Q4_0, Q4_1 or Q8_0 blocks, value for value; other types in the compute dtype
+
+Names are those of Hugging Face checkpoints. Reading files is the source's business.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cluster.errors import StartupError
+from engine import native_library
+from engine.model_config import ModelConfig
+from engine.native_library import NumberFormat, TensorKind
+
+Quantization = Literal["none", "int8", "int4", "gguf"]
+
+BLOCK_INPUTS = 32
+_BLOCK_BYTES = {NumberFormat.Q4_0: 18, NumberFormat.Q4_1: 20, NumberFormat.Q8_0: 34}
+_FLOAT_FORMATS = {
+    torch.float32: NumberFormat.F32,
+    torch.bfloat16: NumberFormat.BF16,
+    torch.float16: NumberFormat.F16,
+}
+# Tensors of one group become one matrix of the library, so they are kept in one format.
+_LAYER_MATRICES: tuple[tuple[tuple[TensorKind, str], ...], ...] = (
+    (
+        (TensorKind.QUERY, "self_attn.q_proj"),
+        (TensorKind.KEY, "self_attn.k_proj"),
+        (TensorKind.VALUE, "self_attn.v_proj"),
+    ),
+    ((TensorKind.ATTENTION_OUTPUT, "self_attn.o_proj"),),
+    ((TensorKind.GATE, "mlp.gate_proj"), (TensorKind.UP, "mlp.up_proj")),
+    ((TensorKind.DOWN, "mlp.down_proj"),),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawBlocks:
+    """A matrix as a GGUF file stores it: `data` [rows, bytes of a row]; `kind` is GGUF's name, such as Q4_1."""
+
+    kind: str
+    data: npt.NDArray[np.uint8]
+
+
+class WeightSource(Protocol):
+    """A checkpoint, tensor by tensor."""
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def raw_blocks(self, name: str) -> RawBlocks | None:
+        """The file's own blocks with rows in the checkpoint's order; None where the tensor is not in blocks."""
+        ...
+
+
+class WeightLoader:
+    """Packs one model's tensors. `formats` counts the matrices kept in each format."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: ctypes.c_void_p,
+        weights: WeightSource,
+        dtype: str,
+        quantization: Quantization,
+    ) -> None:
+        self.formats: Counter[str] = Counter()
+        self._library = library
+        self._model = model
+        self._weights = weights
+        self._quantization = quantization
+        computed = NumberFormat.F32 if dtype == "float32" else NumberFormat.BF16
+        self._head_format = NumberFormat.Q8_0 if quantization in ("int8", "int4") else computed
+        self._layer_format = NumberFormat.Q4_1 if quantization == "int4" else self._head_format
+
+    def load(self, config: ModelConfig) -> None:
+        """Raises `StartupError` for a tensor that the library does not take."""
+        self._load_matrix(0, [(TensorKind.EMBEDDING, "model.embed_tokens.weight")], self._head_format)
+        if not config.tie_embeddings:
+            self._load_matrix(0, [(TensorKind.OUTPUT, "lm_head.weight")], self._head_format)
+        self._load_vector(TensorKind.FINAL_NORM, 0, "model.norm.weight")
+        for layer in range(config.num_layers):
+            self._load_layer(config, layer)
+
+    def _load_layer(self, config: ModelConfig, layer: int) -> None:
+        prefix = f"model.layers.{layer}."
+        for group in _LAYER_MATRICES:
+            self._load_matrix(layer, [(kind, f"{prefix}{name}.weight") for kind, name in group], self._layer_format)
+        self._load_vector(TensorKind.ATTENTION_NORM, layer, f"{prefix}input_layernorm.weight")
+        self._load_vector(TensorKind.MLP_NORM, layer, f"{prefix}post_attention_layernorm.weight")
+        if config.attention_bias:
+            self._load_vector(TensorKind.QUERY_BIAS, layer, f"{prefix}self_attn.q_proj.bias")
+            self._load_vector(TensorKind.KEY_BIAS, layer, f"{prefix}self_attn.k_proj.bias")
+            self._load_vector(TensorKind.VALUE_BIAS, layer, f"{prefix}self_attn.v_proj.bias")
+        if config.qk_norm:
+            self._load_vector(TensorKind.QUERY_NORM, layer, f"{prefix}self_attn.q_norm.weight")
+            self._load_vector(TensorKind.KEY_NORM, layer, f"{prefix}self_attn.k_norm.weight")
+
+    def _load_matrix(self, layer: int, parts: list[tuple[TensorKind, str]], kept: NumberFormat) -> None:
+        """Loads the tensors that make one matrix of the library: as blocks of the file where all are of one type."""
+        blocks = [self._weights.raw_blocks(name) for _, name in parts] if self._quantization == "gguf" else []
+        kinds = {block.kind if block is not None else "" for block in blocks}
+        block_format = NumberFormat.__members__.get(kinds.pop()) if len(kinds) == 1 else None
+        if block_format in _BLOCK_BYTES:
+            self.formats[block_format.name] += 1
+            for (kind, name), block in zip(parts, blocks, strict=True):
+                if block is not None:
+                    columns = block.data.shape[1] // _BLOCK_BYTES[block_format] * BLOCK_INPUTS
+                    self._load(kind, layer, name, block.data, columns, block_format, block_format)
+            return
+        self.formats[kept.name] += 1
+        for kind, name in parts:
+            self._load_tensor(kind, layer, name, kept)
+
+    def _load_vector(self, kind: TensorKind, layer: int, name: str) -> None:
+        self._load_tensor(kind, layer, name, NumberFormat.F32)
+
+    def _load_tensor(self, kind: TensorKind, layer: int, name: str, kept: NumberFormat) -> None:
+        tensor = self._weights.tensor(name).detach()
+        source = _FLOAT_FORMATS.get(tensor.dtype)
+        if source is None:
+            raise StartupError(f"{name}: the native backend reads float tensors, not {tensor.dtype}")
+        # NumPy has no bfloat16: the bytes go over as they are.
+        raw = tensor.contiguous().view(torch.uint8).numpy()
+        columns = tensor.shape[-1]
+        self._load(kind, layer, name, raw.reshape(-1, columns * tensor.itemsize), columns, source, kept)
+
+    def _load(
+        self,
+        kind: TensorKind,
+        layer: int,
+        name: str,
+        data: npt.NDArray[np.uint8],
+        columns: int,
+        source: NumberFormat,
+        kept: NumberFormat,
+    ) -> None:
+        data = np.ascontiguousarray(data)
+        code = self._library.tandem_model_load(
+            self._model, kind, layer, data.shape[0], columns, source, kept, data.ctypes.data
+        )
+        if code != 0:
+            raise StartupError(f"native backend, {name}: {native_library.last_error()}")

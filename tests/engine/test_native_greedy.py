@@ -1,0 +1,140 @@
+"""The native engine on the default model: the tokens of transformers in float32, near them in bfloat16 and 4 bits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kv_memory import KvMemory, layout_of
+from engine.model_config import ModelConfig
+from engine.native_runner import NativeRunner
+from engine.native_weights import Quantization, RawBlocks
+from tests.engine.native_model import Batch, built_isas
+
+BLOCK = 16
+NUM_BLOCKS = 1024
+REFERENCE_FILE = Path(__file__).parents[1] / "exactness" / "greedy_reference.json"
+# A bfloat16 logit of about 20 is exact to 0.06: below this lead the two most likely tokens may change places.
+NEAR_TIE = 0.25
+DEFAULT_CONFIG = ModelConfig(
+    architecture="llama",
+    name="SmolLM2-135M-Instruct",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    rope_theta=100000.0,
+    rms_norm_eps=1e-5,
+    max_model_len=8192,
+    tie_embeddings=True,
+)
+pytestmark = [pytest.mark.model, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+class ReferenceWeights:
+    """The default model as transformers reads it, and the blocks of its file as gguf reads them."""
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+        self._tensors: dict[str, torch.Tensor] = model.state_dict()
+        self._blocks = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def raw_blocks(self, name: str) -> RawBlocks | None:
+        if name == "model.embed_tokens.weight":
+            stored = self._blocks["token_embd.weight"]
+            return RawBlocks(stored.tensor_type.name, np.array(stored.data))
+        _, _, layer, _, matrix, _ = name.split(".")
+        names = {"o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
+        stored = self._blocks[f"blk.{layer}.{names.get(matrix) or 'attn_' + matrix[0]}.weight"]
+        data = np.array(stored.data)
+        if matrix in ("q_proj", "k_proj"):  # the file's rows are in the order of interleaved rope
+            heads = 9 if matrix == "q_proj" else 3
+            data = data.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(data.shape)
+        return RawBlocks(stored.tensor_type.name, data)
+
+
+@pytest.fixture(scope="module")
+def weights(default_model_path: Path) -> ReferenceWeights:
+    return ReferenceWeights(default_model_path)
+
+
+@pytest.fixture(scope="module")
+def references() -> list[dict[str, Any]]:
+    """Prompts of 1 to 513 tokens, around the block edges, with the answers of transformers."""
+    wanted = (1, 3, 15, 16, 17, 31, 32, 33, 64, 65, 129, 257, 513)
+    loaded: list[dict[str, Any]] = json.loads(REFERENCE_FILE.read_text())
+    return [reference for reference in loaded if len(reference["prompt"]) in wanted]
+
+
+def make_runner(
+    weights: ReferenceWeights, dtype: str, quantization: Quantization = "none", isa: str = ""
+) -> NativeRunner:
+    memory = KvMemory(layout_of(DEFAULT_CONFIG, dtype, BLOCK), NUM_BLOCKS)
+    return NativeRunner(DEFAULT_CONFIG, weights, memory, dtype=dtype, quantization=quantization, isa=isa)
+
+
+def forced_logits(runner: NativeRunner, references: list[dict[str, Any]]) -> torch.Tensor:
+    """[sequences, answer tokens, vocabulary]: all prompts prefilled in chunks, then decoded together along the
+    reference's own answers, so that one early difference does not hide what follows."""
+    batch = Batch(NUM_BLOCKS, BLOCK)
+    sequences = [batch.add(reference["prompt"] + reference["tokens"]) for reference in references]
+    for sequence, reference in zip(sequences, references, strict=True):
+        while sequence.computed < len(reference["prompt"]) - 1:
+            count = min(100, len(reference["prompt"]) - 1 - sequence.computed)
+            runner.forward(batch.step([(sequence, count)], logits="none"), None)
+    steps = [
+        runner.forward(batch.step([(sequence, 1) for sequence in sequences]), None).logits.clone()
+        for _ in references[0]["tokens"]
+    ]
+    return torch.stack(steps, dim=1)
+
+
+def test_float32_tokens_equal_transformers(weights: ReferenceWeights, references: list[dict[str, Any]]) -> None:
+    logits = forced_logits(make_runner(weights, "float32"), references)
+    assert logits.argmax(-1).tolist() == [reference["tokens"] for reference in references]
+    top = logits.topk(2).values
+    gaps = torch.tensor([reference["gaps"] for reference in references])
+    torch.testing.assert_close(top[..., 0] - top[..., 1], gaps, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("isa", built_isas())
+def test_bfloat16_differs_only_at_near_ties(
+    weights: ReferenceWeights, references: list[dict[str, Any]], isa: str
+) -> None:
+    some = references[3:9] if isa != "portable" else references[:3]
+    chosen = forced_logits(make_runner(weights, "bfloat16", isa=isa), some).argmax(-1)
+    expected = torch.tensor([reference["tokens"] for reference in some])
+    gaps = torch.tensor([reference["gaps"] for reference in some])
+    differs = chosen != expected
+    assert gaps[differs].tolist() == [gap for gap in gaps[differs].tolist() if gap < NEAR_TIE]
+    assert differs.float().mean() < 0.03
+    sys.stdout.write(f"{isa}: {int(differs.sum())} of {differs.numel()} tokens differ\n")
+
+
+@pytest.mark.parametrize(("quantization", "agreement"), [("gguf", 0.9), ("int8", 0.9), ("int4", 0.9)])
+def test_quantized_weights_choose_nearly_the_same_tokens(
+    weights: ReferenceWeights, references: list[dict[str, Any]], quantization: Quantization, agreement: float
+) -> None:
+    runner = make_runner(weights, "bfloat16", quantization)
+    chosen = forced_logits(runner, references).argmax(-1)
+    expected = torch.tensor([reference["tokens"] for reference in references])
+    share = float((chosen == expected).float().mean())
+    sys.stdout.write(f"{quantization}: {share:.4f} of the tokens agree\n")
+    assert share > agreement
+    formats = {"gguf": {"Q4_1": 120, "Q8_0": 1}, "int8": {"Q8_0": 121}, "int4": {"Q4_1": 120, "Q8_0": 1}}
+    assert runner.status()["weight_formats"] == formats[quantization]

@@ -1,0 +1,290 @@
+"""`engine.native_runner` against plain torch, for every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.errors import EngineFailure, StartupError
+from engine.kv_memory import KvMemory, layout_of
+from engine.model_config import ModelConfig, RopeScaling
+from engine.native_runner import NativeRunner, inverse_frequencies
+from tests.engine.native_model import (
+    MODELS,
+    SMALL_LLAMA,
+    SMALL_WINDOW,
+    Batch,
+    RandomWeights,
+    built_isas,
+    poisoned_memory,
+    reference_logits,
+    small_runner,
+)
+
+BLOCK = 16
+# Logits spread over about 12: float32 sums against float64.
+LOGIT_TOLERANCE = 5e-4
+# Around the edges of blocks, of the kernels' key tiles (64) and of their row blocks (12, 16).
+LENGTHS = (1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 63, 64, 65, 100)
+
+
+@pytest.fixture(params=built_isas())
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def tokens(length: int, config: ModelConfig = SMALL_LLAMA, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed + 1000 * length).integers(0, config.vocab_size, length)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompt_logits_equal_the_reference(isa: str, name: str) -> None:
+    config = MODELS[name]
+    weights = RandomWeights(config)
+    runner = small_runner(config, weights, isa=isa)
+    batch = Batch(64, BLOCK)
+    prompts = [tokens(length, config) for length in LENGTHS]
+    output = runner.forward(batch.step([(batch.add(prompt), len(prompt)) for prompt in prompts]), None)
+    expected = torch.cat([reference_logits(config, weights, prompt) for prompt in prompts])
+    torch.testing.assert_close(output.logits.double(), expected, atol=LOGIT_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 8, 16, 24, 128])
+def test_any_block_size_gives_the_same_logits(isa: str, block_tokens: int) -> None:
+    weights = RandomWeights(SMALL_LLAMA)
+    runner = small_runner(SMALL_LLAMA, weights, isa=isa, block_tokens=block_tokens, num_blocks=160)
+    batch = Batch(160, block_tokens)
+    prompt = tokens(130)
+    sequence = batch.add(prompt)
+    logits = [runner.forward(batch.step([(sequence, 120)]), None).logits.clone()]
+    logits += [runner.forward(batch.step([(sequence, 1)]), None).logits.clone() for _ in range(10)]
+    torch.testing.assert_close(
+        torch.cat(logits).double(), reference_logits(SMALL_LLAMA, weights, prompt), atol=LOGIT_TOLERANCE, rtol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_WINDOW], ids=["full", "window"])
+def test_a_row_does_not_depend_on_batch_or_chunks(isa: str, dtype: str, config: ModelConfig) -> None:
+    """Bit for bit: the same tokens in one chunk, in ragged chunks, and one by one beside other sequences."""
+    weights = RandomWeights(config)
+    prompt = tokens(100)
+
+    def run(chunks: list[int], others: int) -> torch.Tensor:
+        runner = small_runner(config, weights, dtype=dtype, isa=isa, num_blocks=512)
+        batch = Batch(512, BLOCK, seed=others)
+        sequence = batch.add(prompt)
+        beside = [batch.add(tokens(100, seed=index)) for index in range(1, others + 1)]
+        rows = []
+        for count in chunks:
+            logits = runner.forward(batch.step([*((other, count) for other in beside), (sequence, count)]), None).logits
+            rows.append(logits[-count:].clone())
+        return torch.cat(rows)
+
+    alone = run([100], 0)
+    assert torch.equal(run([1, 16, 17, 3, 40, 23], 0), alone)
+    assert torch.equal(run([33, 67], 5), alone)
+    assert torch.equal(run([90] + [1] * 10, 31), alone)
+
+
+def test_bfloat16_stays_close_to_the_reference(isa: str) -> None:
+    weights = RandomWeights(SMALL_LLAMA)
+    runner = small_runner(SMALL_LLAMA, weights, dtype="bfloat16", isa=isa)
+    batch = Batch(64, BLOCK)
+    prompt = tokens(100)
+    logits = runner.forward(batch.step([(batch.add(prompt), 100)]), None).logits.double()
+    expected = reference_logits(SMALL_LLAMA, weights, prompt)
+    # bfloat16 keeps 8 bits: about 0.4 % of a logit's spread for each of the roundings on the way.
+    assert (logits - expected).abs().mean() < 0.02 * expected.std()
+    assert (logits - expected).abs().max() < 0.2 * expected.std()
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_and_kv_may_differ_in_dtype(dtype: str, kv_dtype: str, isa: str) -> None:
+    weights = RandomWeights(SMALL_LLAMA)
+    runner = small_runner(SMALL_LLAMA, weights, dtype=dtype, kv_dtype=kv_dtype, isa=isa)
+    batch = Batch(64, BLOCK)
+    prompt = tokens(70)
+    logits = runner.forward(batch.step([(batch.add(prompt), 70)]), None).logits.double()
+    expected = reference_logits(SMALL_LLAMA, weights, prompt)
+    assert (logits - expected).abs().mean() < 0.02 * expected.std()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 5, 8, 13, 16, 17, 31, 64])
+def test_decode_of_any_batch_equals_the_reference(isa: str, batch_size: int) -> None:
+    weights = RandomWeights(SMALL_LLAMA)
+    runner = small_runner(SMALL_LLAMA, weights, isa=isa, num_blocks=512)
+    batch = Batch(512, BLOCK)
+    prompts = [tokens(2 + (7 * index) % 70, seed=index) for index in range(batch_size)]
+    sequences = [batch.add(prompt) for prompt in prompts]
+    runner.forward(batch.step([(sequence, len(sequence.token_ids) - 1) for sequence in sequences], logits="none"), None)
+    logits = runner.forward(batch.step([(sequence, 1) for sequence in sequences]), None).logits
+    expected = torch.stack([reference_logits(SMALL_LLAMA, weights, prompt)[-1] for prompt in prompts])
+    torch.testing.assert_close(logits.double(), expected, atol=LOGIT_TOLERANCE, rtol=0)
+
+
+def test_threads_change_no_bit(isa: str) -> None:
+    weights = RandomWeights(SMALL_LLAMA)
+    outputs = []
+    for num_threads in (1, 2, 3):
+        runner = small_runner(SMALL_LLAMA, weights, isa=isa, num_threads=num_threads)
+        batch = Batch(64, BLOCK)
+        step = batch.step([(batch.add(tokens(length)), length) for length in (70, 1, 33)])
+        outputs.append(runner.forward(step, None).logits.clone())
+        runner.close()
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_pool_holds_the_rotated_keys_and_nothing_else_is_written() -> None:
+    weights = RandomWeights(SMALL_LLAMA)
+    memory = poisoned_memory(SMALL_LLAMA, dtype="float32", block_tokens=BLOCK, num_blocks=8)
+    runner = NativeRunner(SMALL_LLAMA, weights, memory, dtype="float32")
+    batch = Batch(8, BLOCK)
+    sequence = batch.add(tokens(BLOCK + 3))
+    runner.forward(batch.step([(sequence, BLOCK + 3)]), None)
+    written = ~memory.tensor.isnan().any(-1)  # [blocks, layers, 2, kv_heads, block_tokens]
+    first, second = sequence.blocks
+    expected = torch.zeros_like(written)
+    expected[first] = True
+    expected[second, :, :, :, :3] = True
+    assert torch.equal(written, expected)
+
+
+def test_logits_only_for_the_wanted_rows() -> None:
+    weights = RandomWeights(SMALL_LLAMA)
+    runner = small_runner(SMALL_LLAMA, weights)
+    batch = Batch(64, BLOCK)
+    first, second = batch.add(tokens(20)), batch.add(tokens(30))
+    assert runner.forward(batch.step([(first, 5), (second, 10)], logits="none"), None).logits.shape == (0, 211)
+    output = runner.forward(batch.step([(first, 15), (second, 20)], logits="last"), None)
+    expected = torch.stack(
+        [reference_logits(SMALL_LLAMA, weights, sequence.token_ids)[-1] for sequence in (first, second)]
+    )
+    torch.testing.assert_close(output.logits.double(), expected, atol=LOGIT_TOLERANCE, rtol=0)
+    assert output.hidden.shape == (2, SMALL_LLAMA.hidden_size)
+    head = weights.tensor("model.embed_tokens.weight")
+    torch.testing.assert_close(output.hidden @ head.T, output.logits, atol=1e-3, rtol=0)
+
+
+def test_empty_step_changes_nothing() -> None:
+    runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA))
+    output = runner.forward(Batch(64, BLOCK).step([]), None)
+    assert output.logits.shape == (0, 211)
+
+
+def test_layer_callback_comes_once_a_layer_in_order_with_kv_in_place() -> None:
+    weights = RandomWeights(SMALL_LLAMA)
+    memory = poisoned_memory(SMALL_LLAMA, dtype="float32", block_tokens=BLOCK, num_blocks=8)
+    runner = NativeRunner(SMALL_LLAMA, weights, memory, dtype="float32")
+    batch = Batch(8, BLOCK)
+    sequence = batch.add(tokens(BLOCK))
+    seen: list[tuple[int, bool, bool]] = []
+
+    def layer_done(layer: int) -> None:
+        block = memory.tensor[sequence.blocks[0]]
+        seen.append((layer, bool(block[layer].isfinite().all()), bool(block[layer + 1 :].isnan().all())))
+
+    runner.forward(batch.step([(sequence, BLOCK)]), layer_done)
+    assert seen == [(0, True, True), (1, True, True)]
+
+
+def test_exception_of_the_callback_reaches_the_caller() -> None:
+    runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA))
+    batch = Batch(64, BLOCK)
+    sequence = batch.add(tokens(10))
+
+    def layer_done(layer: int) -> None:
+        raise ValueError(f"layer {layer}")
+
+    with pytest.raises(ValueError, match="layer 0"):
+        runner.forward(batch.step([(sequence, 5)]), layer_done)
+    assert runner.forward(batch.step([(sequence, 5)]), None).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("token_ids", 211, "vocabulary"),
+        ("token_ids", -1, "vocabulary"),
+        ("positions", -1, "position"),
+        ("slots", 64 * BLOCK, "slot"),
+        ("block_tables", 64, "block id"),
+        ("context_lens", 3, "context"),
+        ("context_lens", BLOCK + 1, "block table"),
+        ("logit_rows", 4, "logit row"),
+        ("query_starts", 1, "query_starts"),
+    ],
+)
+def test_arrays_that_point_outside_are_refused(field: str, value: int, message: str) -> None:
+    memory = poisoned_memory(SMALL_LLAMA, dtype="float32", block_tokens=BLOCK, num_blocks=64)
+    runner = NativeRunner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA), memory, dtype="float32")
+    batch = Batch(64, BLOCK)
+    step = batch.step([(batch.add(tokens(4)), 4)])
+    getattr(step, field).flat[0] = value
+    with pytest.raises(EngineFailure, match=message):
+        runner.forward(step, None)
+    assert memory.tensor.isnan().all()
+
+
+def test_arrays_of_the_wrong_type_are_refused() -> None:
+    runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA))
+    batch = Batch(64, BLOCK)
+    step = batch.step([(batch.add(tokens(4)), 4)])
+    with pytest.raises(TypeError, match="int32"):
+        runner.forward(replace(step, token_ids=step.token_ids.astype(np.int64)), None)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "message"),
+    [
+        (replace(SMALL_LLAMA, head_dim=24), "float32", "head size 24"),
+        (replace(SMALL_LLAMA, num_heads=5), "float32", "multiple"),
+        (SMALL_LLAMA, "float16", "float16"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_at_start(config: ModelConfig, dtype: str, message: str) -> None:
+    memory = KvMemory(layout_of(config, "float32", BLOCK), 2)
+    with pytest.raises(StartupError, match=message):
+        NativeRunner(config, RandomWeights(config), memory, dtype=dtype)
+
+
+def test_pool_of_another_model_is_refused() -> None:
+    memory = KvMemory(layout_of(replace(SMALL_LLAMA, num_layers=3), "float32", BLOCK), 2)
+    with pytest.raises(StartupError, match="does not fit"):
+        NativeRunner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA), memory, dtype="float32")
+
+
+def test_unknown_instruction_set_is_refused() -> None:
+    memory = KvMemory(layout_of(SMALL_LLAMA, "float32", BLOCK), 2)
+    with pytest.raises(StartupError, match="sse9"):
+        NativeRunner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA), memory, dtype="float32", isa="sse9")
+
+
+def test_status_names_what_runs(isa: str) -> None:
+    runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA), isa=isa, dtype="bfloat16")
+    status = runner.status()
+    assert status["isa"] == isa
+    assert status["num_threads"] == 1
+    assert status["weight_formats"] == {"BF16": 1 + 4 * SMALL_LLAMA.num_layers}
+    assert isinstance(status["packed_bytes"], int)
+    assert status["packed_bytes"] > 0
+
+
+def test_close_twice_is_harmless() -> None:
+    runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA))
+    runner.close()
+    runner.close()
+
+
+def test_llama3_scaling_keeps_high_and_divides_low_frequencies() -> None:
+    scaling = RopeScaling("llama3", factor=8.0, original_context=64)
+    plain = inverse_frequencies(replace(SMALL_LLAMA, rope_theta=500000.0))
+    scaled = inverse_frequencies(replace(SMALL_LLAMA, rope_theta=500000.0, rope_scaling=scaling))
+    assert scaled[0] == plain[0]
+    assert scaled[-1] == pytest.approx(plain[-1] / 8.0)
+    assert np.all(scaled <= plain)
