@@ -1,0 +1,217 @@
+"""Which worker holds which prefix: one dictionary from chained block hash to the set of its holders.
+
+A chained hash names its whole prefix, so a worker that holds block i of a chain holds the blocks before it (a cache
+evicts leaves first). Holders of a prompt are found by galloping: the set only shrinks along the chain, and where it does
+does not change over a jump, nothing in between needs a look.
+
+Sets are integers, one bit a slot. A slot belongs to one incarnation of one worker: a restart takes a new slot, and the
+old one is masked out at once and swept later, so dropping a worker costs nothing on the request path. A stale entry may
+cost time, never correctness: the worker compares tokens itself.
+
+Does not know: sequence numbers and gaps (`kv_event_log`), what a match is worth (scoring).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from cluster.identity import BlockHash, WorkerId
+
+SPECULATIVE_TTL_S = 3.0
+SWEEP_ENTRIES = 10_000  # entries looked at in one call: well below a millisecond's work for the event loop
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One incarnation of one worker."""
+
+    worker_id: WorkerId
+    bit: int
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStatus:
+    entries: int
+    speculative_entries: int
+    retired_slots: int  # being swept
+    distinct_sets: int
+    rejected: int  # blocks not entered because the index is full
+
+
+@dataclass(slots=True)
+class _Speculation:
+    expires_s: float
+    bit: int
+    hashes: tuple[BlockHash, ...] = field(default=())
+
+
+class PrefixIndex:
+    """Not thread-safe: the router's event loop owns it."""
+
+    def __init__(self, max_entries: int = 10_000_000) -> None:
+        self._max_entries = max_entries
+        self._holders: dict[BlockHash, int] = {}
+        self._speculative: dict[BlockHash, int] = {}
+        self._speculations: deque[_Speculation] = deque()
+        self._slots: dict[WorkerId, _Slot] = {}
+        self._workers_by_bit: dict[int, WorkerId] = {}
+        self._live_mask = 0
+        self._retired_mask = 0
+        self._sweep: Iterator[BlockHash] | None = None
+        self._sweeping_mask = 0
+        # Equal sets are one object: millions of entries share a few thousand integers.
+        self._interned: dict[int, int] = {}
+        self._rejected = 0
+
+    def stored(self, worker_id: WorkerId, hashes: Iterable[BlockHash]) -> None:
+        """The worker holds these blocks now."""
+        slot = self._slot(worker_id)
+        holders, interned, bit = self._holders, self._interned, slot.bit
+        for block_hash in hashes:
+            before = holders.get(block_hash, 0)
+            if before & bit:
+                continue
+            if not before and len(holders) >= self._max_entries:
+                self._rejected += 1
+                continue
+            after = before | bit
+            holders[block_hash] = interned.setdefault(after, after)
+            slot.num_blocks += 1
+
+    def removed(self, worker_id: WorkerId, hashes: Iterable[BlockHash]) -> None:
+        """The worker evicted these blocks; unknown ones change nothing."""
+        slot = self._slots.get(worker_id)
+        if slot is None:
+            return
+        holders, interned, bit = self._holders, self._interned, slot.bit
+        for block_hash in hashes:
+            before = holders.get(block_hash, 0)
+            if not before & bit:
+                continue
+            slot.num_blocks -= 1
+            after = before & ~bit
+            if after:
+                holders[block_hash] = interned.setdefault(after, after)
+            else:
+                del holders[block_hash]
+
+    def drop_worker(self, worker_id: WorkerId) -> None:
+        """Forgets all of a worker: it restarted, cleared its cache, or is gone. Constant time."""
+        slot = self._slots.pop(worker_id, None)
+        if slot is None:
+            return
+        del self._workers_by_bit[slot.bit]
+        self._live_mask &= ~slot.bit
+        self._retired_mask |= slot.bit
+
+    def num_blocks(self, worker_id: WorkerId) -> int:
+        slot = self._slots.get(worker_id)
+        return slot.num_blocks if slot is not None else 0
+
+    def match(self, hashes: Sequence[BlockHash], now_s: float) -> dict[WorkerId, int]:
+        """For each worker that holds a prefix of the chain: how many blocks of it, speculative ones included."""
+        self._expire(now_s)
+        matched: dict[WorkerId, int] = {}
+        holders = self._holders_of(hashes, 0) if hashes else 0
+        start = 0
+        while holders:
+            # Gallop to the last block that all of these still hold.
+            end = self._last_with(hashes, start, holders)
+            after = self._holders_of(hashes, end + 1) & holders if end + 1 < len(hashes) else 0
+            self._record(holders & ~after, end + 1, matched)
+            holders, start = after, end + 1
+        return matched
+
+    def speculate(self, worker_id: WorkerId, hashes: Sequence[BlockHash], now_s: float) -> None:
+        """The worker was chosen for this prompt and will hold its blocks soon: siblings of a burst follow it."""
+        bit = self._slot(worker_id).bit
+        speculative = self._speculative
+        for block_hash in hashes:
+            speculative[block_hash] = speculative.get(block_hash, 0) | bit
+        self._speculations.append(_Speculation(now_s + SPECULATIVE_TTL_S, bit, tuple(hashes)))
+
+    def sweep(self, max_entries: int = SWEEP_ENTRIES) -> bool:
+        """Clears retired slots a part at a time; True while there is more to do. Called when the router is idle."""
+        if self._sweep is None:
+            if not self._retired_mask:
+                return False
+            self._sweeping_mask = self._retired_mask
+            self._sweep = iter(list(self._holders))
+        batch = list(islice(self._sweep, max_entries))
+        for block_hash in batch:
+            before = self._holders.get(block_hash, 0)
+            if before & self._sweeping_mask:
+                after = before & ~self._sweeping_mask
+                if after:
+                    self._holders[block_hash] = self._interned.setdefault(after, after)
+                else:
+                    del self._holders[block_hash]
+        if len(batch) == max_entries:
+            return True
+        self._retired_mask &= ~self._sweeping_mask
+        self._sweep = None
+        self._interned = {holders: holders for holders in set(self._holders.values())}
+        return bool(self._retired_mask)
+
+    def status(self) -> IndexStatus:
+        return IndexStatus(
+            len(self._holders),
+            len(self._speculative),
+            self._retired_mask.bit_count(),
+            len(self._interned),
+            self._rejected,
+        )
+
+    def _holders_of(self, hashes: Sequence[BlockHash], index: int) -> int:
+        block_hash = hashes[index]
+        return (self._holders.get(block_hash, 0) | self._speculative.get(block_hash, 0)) & self._live_mask
+
+    def _last_with(self, hashes: Sequence[BlockHash], start: int, holders: int) -> int:
+        """The last index from `start` on at which all of `holders` are there: jumps that double, then halving."""
+        low, jump = start, 1
+        high = len(hashes)  # first index known (or assumed) to lack one
+        while low + jump < len(hashes):
+            if self._holders_of(hashes, low + jump) & holders == holders:
+                low += jump
+                jump *= 2
+            else:
+                high = low + jump
+                break
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._holders_of(hashes, middle) & holders == holders:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _record(self, holders: int, num_blocks: int, matched: dict[WorkerId, int]) -> None:
+        while holders:
+            bit = holders & -holders
+            matched[self._workers_by_bit[bit]] = num_blocks
+            holders ^= bit
+
+    def _expire(self, now_s: float) -> None:
+        while self._speculations and self._speculations[0].expires_s <= now_s:
+            expired = self._speculations.popleft()
+            for block_hash in expired.hashes:
+                left = self._speculative.get(block_hash, 0) & ~expired.bit
+                if left:
+                    self._speculative[block_hash] = left
+                else:
+                    self._speculative.pop(block_hash, None)
+
+    def _slot(self, worker_id: WorkerId) -> _Slot:
+        slot = self._slots.get(worker_id)
+        if slot is None:
+            # A bit is free again only once no entry can carry it.
+            used = self._live_mask | self._retired_mask
+            bit = ~used & (used + 1)
+            slot = self._slots[worker_id] = _Slot(worker_id, bit)
+            self._workers_by_bit[bit] = worker_id
+            self._live_mask |= bit
+        return slot
