@@ -18,9 +18,11 @@ from cluster.errors import StartupError
 from engine import native_library
 from engine.kv_memory import KvMemory
 from engine.model_config import ModelConfig
+from engine.models.rope import rope_frequencies
 from engine.native_library import KvPool, LayerCallbackPointer, ModelSpec, ModelStatus, Step
-from engine.native_weights import Quantization, WeightLoader, WeightSource
+from engine.native_weights import Quantization, WeightLoader
 from engine.step import LayerCallback, StepInput, StepOutput
+from engine.weights.weight_source import WeightSource
 
 # The library writes whole panels of 16 logits.
 PANEL_OUTPUTS = 16
@@ -159,7 +161,7 @@ def _create_model(library: ctypes.CDLL, config: ModelConfig, num_threads: int, i
         attention_scale=1.0 / math.sqrt(config.head_dim),
         num_threads=num_threads,
     )
-    frequencies = inverse_frequencies(config)
+    frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling).astype(np.float32)
     model = library.tandem_model_create(ctypes.byref(spec), frequencies.ctypes.data, isa.encode())
     if not model:
         raise StartupError(f"native backend: {native_library.last_error()}; use backend torch")
@@ -217,18 +219,3 @@ def _huge_bytes_in(ranges: list[tuple[int, int]]) -> int:
     except OSError:
         return 0
     return granted
-
-
-def inverse_frequencies(config: ModelConfig) -> npt.NDArray[np.float32]:
-    """[head_dim / 2] angle per position of each rotated pair, with the model's rope scaling."""
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**half)
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.kind == "linear":
-        frequencies = frequencies / scaling.factor
-    elif scaling is not None:
-        wavelength = 2 * math.pi / frequencies
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        blend = ((scaling.original_context / wavelength - low) / (high - low)).clamp(0, 1)
-        frequencies = (1 - blend) * frequencies / scaling.factor + blend * frequencies
-    return frequencies.numpy().astype(np.float32)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from cluster.errors import StartupError
 from engine import native_library
 from engine.model_config import ModelConfig
 from engine.native_library import NumberFormat, TensorKind
+from engine.weights.weight_source import WeightSource
 
 Quantization = Literal["none", "int8", "int4", "gguf"]
 
@@ -45,24 +45,6 @@ _LAYER_MATRICES: tuple[tuple[tuple[TensorKind, str], ...], ...] = (
     ((TensorKind.GATE, "mlp.gate_proj"), (TensorKind.UP, "mlp.up_proj")),
     ((TensorKind.DOWN, "mlp.down_proj"),),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RawBlocks:
-    """A matrix as a GGUF file stores it: `data` [rows, bytes of a row]; `kind` is GGUF's name, such as Q4_1."""
-
-    kind: str
-    data: npt.NDArray[np.uint8]
-
-
-class WeightSource(Protocol):
-    """A checkpoint, tensor by tensor."""
-
-    def tensor(self, name: str) -> torch.Tensor: ...
-
-    def raw_blocks(self, name: str) -> RawBlocks | None:
-        """The file's own blocks with rows in the checkpoint's order; None where the tensor is not in blocks."""
-        ...
 
 
 class WeightLoader:

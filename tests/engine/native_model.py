@@ -14,11 +14,12 @@ import torch
 
 from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
+from engine.models.rope import rope_frequencies
 from engine.native.build import build
 from engine.native_library import usable_isas
-from engine.native_runner import NativeRunner, inverse_frequencies
-from engine.native_weights import RawBlocks
+from engine.native_runner import NativeRunner
 from engine.step import StepInput
+from engine.weights.weight_source import RawBlocks
 
 SMALL_LLAMA = ModelConfig(
     architecture="llama",
@@ -68,6 +69,7 @@ class RandomWeights:
         def vector(size: int, around: float) -> torch.Tensor:
             return around + 0.2 * torch.randn(size, generator=generator)
 
+        self.config = config
         self.tensors = {
             "model.embed_tokens.weight": torch.randn(config.vocab_size, hidden, generator=generator),
             "model.norm.weight": vector(hidden, 1.0),
@@ -93,18 +95,25 @@ class RandomWeights:
                 parts |= {f"self_attn.{name}.weight": vector(config.head_dim, 1.0) for name in ("q_norm", "k_norm")}
             self.tensors |= {f"model.layers.{layer}.{name}": value for name, value in parts.items()}
 
+    def names(self) -> Sequence[str]:
+        return sorted(self.tensors)
+
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
     def raw_blocks(self, name: str) -> RawBlocks | None:
         return None
 
+    def close(self) -> None:
+        pass
+
 
 def reference_logits(config: ModelConfig, weights: RandomWeights, token_ids: Sequence[int]) -> torch.Tensor:
     """[num_tokens, vocab_size] float64: every position's logits of one sequence."""
     x = weights.tensor("model.embed_tokens.weight").double()[list(token_ids)]
     positions = torch.arange(len(token_ids), dtype=torch.float32)
-    angles = (positions[:, None] * torch.from_numpy(inverse_frequencies(config))[None]).double()
+    frequencies = torch.from_numpy(rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)).float()
+    angles = (positions[:, None] * frequencies[None]).double()
     for layer in range(config.num_layers):
         w = {
             name.removeprefix(f"model.layers.{layer}."): value.double()

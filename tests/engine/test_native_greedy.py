@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engine.kv_memory import KvMemory, layout_of
-from engine.model_config import ModelConfig
+from engine.model_loader import open_weights
 from engine.native_runner import NativeRunner
-from engine.native_weights import Quantization, RawBlocks
+from engine.native_weights import Quantization
+from engine.weights.weight_source import WeightSource
 from tests.engine.native_model import Batch, built_isas
 
 BLOCK = 16
@@ -22,55 +23,14 @@ NUM_BLOCKS = 1024
 REFERENCE_FILE = Path(__file__).parents[1] / "exactness" / "greedy_reference.json"
 # A bfloat16 logit of about 20 is exact to 0.06: below this lead the two most likely tokens may change places.
 NEAR_TIE = 0.25
-DEFAULT_CONFIG = ModelConfig(
-    architecture="llama",
-    name="SmolLM2-135M-Instruct",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    rope_theta=100000.0,
-    rms_norm_eps=1e-5,
-    max_model_len=8192,
-    tie_embeddings=True,
-)
-pytestmark = [pytest.mark.model, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-
-
-class ReferenceWeights:
-    """The default model as transformers reads it, and the blocks of its file as gguf reads them."""
-
-    def __init__(self, path: Path) -> None:
-        import gguf
-        from transformers import AutoModelForCausalLM
-
-        model: Any = AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
-        self._tensors: dict[str, torch.Tensor] = model.state_dict()
-        self._blocks = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def raw_blocks(self, name: str) -> RawBlocks | None:
-        if name == "model.embed_tokens.weight":
-            stored = self._blocks["token_embd.weight"]
-            return RawBlocks(stored.tensor_type.name, np.array(stored.data))
-        _, _, layer, _, matrix, _ = name.split(".")
-        names = {"o_proj": "attn_output", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
-        stored = self._blocks[f"blk.{layer}.{names.get(matrix) or 'attn_' + matrix[0]}.weight"]
-        data = np.array(stored.data)
-        if matrix in ("q_proj", "k_proj"):  # the file's rows are in the order of interleaved rope
-            heads = 9 if matrix == "q_proj" else 3
-            data = data.reshape(heads, 32, 2, -1).swapaxes(1, 2).reshape(data.shape)
-        return RawBlocks(stored.tensor_type.name, data)
+pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
-def weights(default_model_path: Path) -> ReferenceWeights:
-    return ReferenceWeights(default_model_path)
+def weights(default_model_path: Path) -> Iterator[WeightSource]:
+    source = open_weights(default_model_path)
+    yield source
+    source.close()
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +41,9 @@ def references() -> list[dict[str, Any]]:
     return [reference for reference in loaded if len(reference["prompt"]) in wanted]
 
 
-def make_runner(
-    weights: ReferenceWeights, dtype: str, quantization: Quantization = "none", isa: str = ""
-) -> NativeRunner:
-    memory = KvMemory(layout_of(DEFAULT_CONFIG, dtype, BLOCK), NUM_BLOCKS)
-    return NativeRunner(DEFAULT_CONFIG, weights, memory, dtype=dtype, quantization=quantization, isa=isa)
+def make_runner(weights: WeightSource, dtype: str, quantization: Quantization = "none", isa: str = "") -> NativeRunner:
+    memory = KvMemory(layout_of(weights.config, dtype, BLOCK), NUM_BLOCKS)
+    return NativeRunner(weights.config, weights, memory, dtype=dtype, quantization=quantization, isa=isa)
 
 
 def forced_logits(runner: NativeRunner, references: list[dict[str, Any]]) -> torch.Tensor:
@@ -104,7 +62,7 @@ def forced_logits(runner: NativeRunner, references: list[dict[str, Any]]) -> tor
     return torch.stack(steps, dim=1)
 
 
-def test_float32_tokens_equal_transformers(weights: ReferenceWeights, references: list[dict[str, Any]]) -> None:
+def test_float32_tokens_equal_transformers(weights: WeightSource, references: list[dict[str, Any]]) -> None:
     logits = forced_logits(make_runner(weights, "float32"), references)
     assert logits.argmax(-1).tolist() == [reference["tokens"] for reference in references]
     top = logits.topk(2).values
@@ -113,9 +71,7 @@ def test_float32_tokens_equal_transformers(weights: ReferenceWeights, references
 
 
 @pytest.mark.parametrize("isa", built_isas())
-def test_bfloat16_differs_only_at_near_ties(
-    weights: ReferenceWeights, references: list[dict[str, Any]], isa: str
-) -> None:
+def test_bfloat16_differs_only_at_near_ties(weights: WeightSource, references: list[dict[str, Any]], isa: str) -> None:
     some = references[3:9] if isa != "portable" else references[:3]
     chosen = forced_logits(make_runner(weights, "bfloat16", isa=isa), some).argmax(-1)
     expected = torch.tensor([reference["tokens"] for reference in some])
@@ -128,7 +84,7 @@ def test_bfloat16_differs_only_at_near_ties(
 
 @pytest.mark.parametrize(("quantization", "agreement"), [("gguf", 0.9), ("int8", 0.9), ("int4", 0.9)])
 def test_quantized_weights_choose_nearly_the_same_tokens(
-    weights: ReferenceWeights, references: list[dict[str, Any]], quantization: Quantization, agreement: float
+    weights: WeightSource, references: list[dict[str, Any]], quantization: Quantization, agreement: float
 ) -> None:
     runner = make_runner(weights, "bfloat16", quantization)
     chosen = forced_logits(runner, references).argmax(-1)

@@ -10,8 +10,8 @@ import torch
 
 from cluster.errors import EngineFailure, StartupError
 from engine.kv_memory import KvMemory, layout_of
-from engine.model_config import ModelConfig, RopeScaling
-from engine.native_runner import NativeRunner, inverse_frequencies
+from engine.model_config import ModelConfig
+from engine.native_runner import NativeRunner
 from tests.engine.native_model import (
     MODELS,
     SMALL_LLAMA,
@@ -279,12 +279,3 @@ def test_close_twice_is_harmless() -> None:
     runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA))
     runner.close()
     runner.close()
-
-
-def test_llama3_scaling_keeps_high_and_divides_low_frequencies() -> None:
-    scaling = RopeScaling("llama3", factor=8.0, original_context=64)
-    plain = inverse_frequencies(replace(SMALL_LLAMA, rope_theta=500000.0))
-    scaled = inverse_frequencies(replace(SMALL_LLAMA, rope_theta=500000.0, rope_scaling=scaling))
-    assert scaled[0] == plain[0]
-    assert scaled[-1] == pytest.approx(plain[-1] / 8.0)
-    assert np.all(scaled <= plain)
