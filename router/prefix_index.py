@@ -1,8 +1,8 @@
 """Which worker holds which prefix: one dictionary from chained block hash to the set of its holders.
 
 A chained hash names its whole prefix, so a worker that holds block i of a chain holds the blocks before it (a cache
-evicts leaves first). Holders of a prompt are found by galloping: the set only shrinks along the chain, and where it does
-does not change over a jump, nothing in between needs a look.
+evicts leaves first). Holders of a prompt are found by galloping: the set only shrinks along the chain, and where it is
+the same at both ends of a jump, nothing in between needs a look.
 
 Sets are integers, one bit a slot. A slot belongs to one incarnation of one worker: a restart takes a new slot, and the
 old one is masked out at once and swept later, so dropping a worker costs nothing on the request path. A stale entry may
