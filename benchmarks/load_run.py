@@ -1,0 +1,268 @@
+"""Sends a plan and brings back a record for every request of it, whatever became of it.
+
+- open loop: a request is due at its own time, however slow the server is; what the client is late stands in the record.
+- closed loop: a fixed number in flight, for batch curves; warm-up runs under the same cap.
+- sessions: the first turn is open loop, each next turn follows the answer after a pause and carries the whole dialogue.
+
+The event loop's clock is the only clock, so a loop with a virtual clock runs the same code. Streams are read into
+records after the run (`stream_record`): nothing is parsed while it lasts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from benchmarks.openai_client import StreamCapture
+from benchmarks.request_record import Outcome, RequestRecord
+from benchmarks.stream_record import answer_text, read_stream
+from benchmarks.workload import ChatMessage, PlannedRequest
+
+# Open loop without a cap still has one: sockets are finite. A request that finds it reached waits, and is counted late.
+DEFAULT_MAX_IN_FLIGHT = 2_048
+DEFAULT_DRAIN_TIMEOUT_S = 120.0
+
+
+class Sender(Protocol):
+    """What a run needs of a client. `OpenAiClient` is one; a simulator's front is another."""
+
+    async def send(self, request: PlannedRequest, capture: StreamCapture) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """Bounds of one run."""
+
+    max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
+    # After the last arrival: requests that have not ended by then are UNFINISHED.
+    drain_timeout_s: float = DEFAULT_DRAIN_TIMEOUT_S
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """A run's records in order of their index. Offered and measured window: [window_start_s, window_end_s)."""
+
+    records: list[RequestRecord]
+    window_start_s: float
+    window_end_s: float
+    # Most requests in flight at one time, as the client saw it.
+    peak_in_flight: int
+    # The client was at `max_in_flight` at some time: what it offered was not what was planned.
+    hit_in_flight_limit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A dialogue: what the user says, turn after turn; the server's own answers stand between."""
+
+    index: int
+    intended_s: float
+    system: str
+    user_turns: tuple[str, ...]
+    output_tokens: int
+    pause_s: float = 0.0
+    traffic_class: str = "session"
+
+
+async def run_open_loop(
+    plan: Sequence[PlannedRequest], sender: Sender, duration_s: float, limits: RunLimits = RunLimits()
+) -> LoadRun:
+    """Sends each request when it is due. `duration_s` is the window that the arrivals were drawn for."""
+    flight = _Flight(sender, limits.max_in_flight)
+    for planned in sorted(plan, key=lambda request: request.intended_s):
+        await flight.sleep_until(planned.intended_s)
+        await flight.wait_for_place()
+        flight.launch(planned, planned.intended_s)
+    await flight.sleep_until(duration_s)
+    await flight.drain(limits.drain_timeout_s)
+    return flight.result(plan, 0.0, duration_s)
+
+
+async def run_closed_loop(
+    plan: Sequence[PlannedRequest], sender: Sender, concurrency: int, num_warmup: int, timeout_s: float
+) -> LoadRun:
+    """Keeps `concurrency` requests in flight until the plan is used up; the first `num_warmup` are not measured.
+
+    The window runs from the end of the last warm-up request to the moment at which the plan is used up, so neither the
+    burst at the start nor the thinning at the end is in it.
+    """
+    if concurrency < 1:
+        raise ValueError(f"concurrency is {concurrency}, must be at least 1")
+    flight = _Flight(sender, concurrency)
+    waiting = enumerate(plan)
+    window = _ClosedWindow(num_warmup)
+    users = [
+        asyncio.create_task(_closed_loop_user(flight, waiting, window)) for _ in range(min(concurrency, len(plan)))
+    ]
+    done, late = await asyncio.wait(users, timeout=timeout_s)
+    for user in late:
+        user.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    for user in done:
+        user.result()
+    await flight.drain(0.0)
+    end_s = window.used_up_s if window.used_up_s is not None else flight.now_s()
+    return flight.result(plan, window.warmup_end_s, max(end_s, window.warmup_end_s), num_warmup)
+
+
+async def run_sessions(
+    sessions: Sequence[Session], sender: Sender, duration_s: float, limits: RunLimits = RunLimits()
+) -> LoadRun:
+    """Starts each session when it is due and plays its turns; a failed turn ends its session."""
+    flight = _Flight(sender, limits.max_in_flight)
+    players = []
+    for session in sorted(sessions, key=lambda one: one.intended_s):
+        await flight.sleep_until(session.intended_s)
+        players.append(asyncio.create_task(_play(flight, session)))
+    await flight.sleep_until(duration_s)
+    if players:
+        _, late = await asyncio.wait(players, timeout=limits.drain_timeout_s)
+        for player in late:
+            player.cancel()
+        await asyncio.gather(*players, return_exceptions=True)
+    await flight.drain(0.0)
+    return flight.result(flight.planned, 0.0, duration_s)
+
+
+@dataclass(slots=True)
+class _ClosedWindow:
+    num_warmup: int
+    warmup_end_s: float = 0.0
+    used_up_s: float | None = None
+
+
+async def _closed_loop_user(
+    flight: _Flight, waiting: Iterator[tuple[int, PlannedRequest]], window: _ClosedWindow
+) -> None:
+    """One of the `concurrency` users: sends, waits for the end, sends the next."""
+    for place, planned in waiting:
+        await flight.launch(planned, flight.now_s())
+        if place < window.num_warmup:
+            window.warmup_end_s = flight.now_s()
+    if window.used_up_s is None:
+        window.used_up_s = flight.now_s()
+
+
+async def _play(flight: _Flight, session: Session) -> None:
+    messages: tuple[ChatMessage, ...] = (ChatMessage("system", session.system),) if session.system else ()
+    due_s = session.intended_s
+    for turn, text in enumerate(session.user_turns):
+        messages = (*messages, ChatMessage("user", text))
+        planned = PlannedRequest(
+            index=len(flight.planned),
+            intended_s=due_s,
+            output_tokens=session.output_tokens,
+            messages=messages,
+            traffic_class=session.traffic_class,
+            session=session.index,
+            turn=turn,
+        )
+        await flight.wait_for_place()
+        await flight.launch(planned, due_s)
+        capture = flight.captures[planned.index]
+        answer = answer_text(capture)
+        if capture.failure or not answer:
+            return
+        messages = (*messages, ChatMessage("assistant", answer))
+        due_s = flight.now_s() + session.pause_s
+        await flight.sleep_until(due_s)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """The requests that are out: starts them, bounds them, ends them. Lives for one run."""
+
+    sender: Sender
+    max_in_flight: int
+    start_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
+    planned: list[PlannedRequest] = field(default_factory=list)
+    captures: dict[int, StreamCapture] = field(default_factory=dict)
+    intended_s: dict[int, float] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    peak: int = 0
+    hit_limit: bool = False
+    error: BaseException | None = None  # a fault of the sender itself, not of a request
+    _place_free: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time() - self.start_s
+
+    async def sleep_until(self, time_s: float) -> None:
+        delay_s = time_s - self.now_s()
+        if delay_s > 0:
+            await asyncio.sleep(delay_s)
+
+    async def wait_for_place(self) -> None:
+        while len(self.tasks) >= self.max_in_flight:
+            self.hit_limit = True
+            self._place_free.clear()
+            await self._place_free.wait()
+
+    def launch(self, planned: PlannedRequest, intended_s: float) -> asyncio.Task[None]:
+        self.planned.append(planned)
+        self.captures[planned.index] = StreamCapture()
+        self.intended_s[planned.index] = intended_s
+        task = asyncio.create_task(self._send(planned))
+        self.tasks.add(task)
+        task.add_done_callback(self._landed)
+        self.peak = max(self.peak, len(self.tasks))
+        return task
+
+    async def drain(self, timeout_s: float) -> None:
+        """Waits for what is out, then cancels it; returns when no task is left."""
+        if not self.tasks:
+            return
+        _, late = await asyncio.wait(self.tasks, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    def result(
+        self, plan: Sequence[PlannedRequest], window_start_s: float, window_end_s: float, num_warmup: int = 0
+    ) -> LoadRun:
+        if self.error is not None:
+            raise self.error
+        records = [self._record(planned, is_warmup=place < num_warmup) for place, planned in enumerate(plan)]
+        return LoadRun(records, window_start_s, window_end_s, self.peak, self.hit_limit)
+
+    async def _send(self, planned: PlannedRequest) -> None:
+        capture = self.captures[planned.index]
+        try:
+            await self.sender.send(planned, capture)
+        except asyncio.CancelledError:
+            capture.failure, capture.detail = "cancelled", "the run was over before the answer was"
+            raise
+        finally:
+            capture.ended_s = asyncio.get_running_loop().time()
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and self.error is None:
+            self.error = task.exception()
+        self._place_free.set()
+
+    def _record(self, planned: PlannedRequest, *, is_warmup: bool) -> RequestRecord:
+        capture = self.captures.get(planned.index)
+        if capture is None:
+            return _not_sent(planned, self.now_s(), is_warmup=is_warmup)
+        return read_stream(
+            planned, capture, self.start_s, intended_s=self.intended_s[planned.index], is_warmup=is_warmup
+        )
+
+
+def _not_sent(planned: PlannedRequest, now_s: float, *, is_warmup: bool) -> RequestRecord:
+    unsent = RequestRecord(
+        index=planned.index,
+        traffic_class=planned.traffic_class,
+        session=planned.session,
+        turn=planned.turn,
+        is_warmup=is_warmup,
+        intended_s=planned.intended_s,
+        sent_s=now_s,
+        ended_s=now_s,
+        outcome=Outcome.NOT_SENT,
+        detail="the run was over before this request was due",
+    )
+    return replace(unsent, prompt_tokens=len(planned.token_ids), shareable_tokens=planned.shareable_tokens)
