@@ -1,0 +1,102 @@
+"""A model's chat template: a conversation as the text that the model was trained to continue.
+
+The template is a jinja2 program out of the model's files, so it runs in a sandbox with limits, and is tried once when
+it is loaded: a hostile or broken one stops the start, not a request. Requests never bring a template.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+
+from cluster.errors import InvalidRequest, StartupError
+from cluster.template_sandbox import TemplateLimitExceeded, TemplateSandbox
+
+RENDER_TIMEOUT_S = 1.0
+# A template writes the conversation once, and around each message little; tools may be written as indented JSON.
+MAX_OUTPUT_FACTOR = 4
+MIN_OUTPUT_CHARS = 256 * 1024
+
+_TRIAL_CONVERSATION = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+]
+
+
+class RefusedConversation(TemplateError):
+    """The template called `raise_exception`: it cannot write this conversation."""
+
+
+class ChatTemplate:
+    """Renders conversations. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """Raises `StartupError` when the template does not compile, or fails or breaks a limit on a small chat."""
+        self._sandbox = TemplateSandbox(clock)
+        self._special_tokens = dict(special_tokens)
+        self._sandbox.globals["raise_exception"] = _refuse
+        self._sandbox.globals["strftime_now"] = lambda layout: now().strftime(layout)
+        try:
+            self._template = self._sandbox.from_string(source)
+            self._try_once()
+        except Exception as error:  # whatever a foreign program may raise
+            raise StartupError(
+                f"the model's chat template fails: {type(error).__name__}: {error}: use another model file",
+                param="model",
+            ) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt's text. Raises `InvalidRequest` for a conversation that the template refuses or cannot write."""
+        try:
+            return self._render(messages, tools, add_generation_prompt)
+        except RefusedConversation as error:
+            raise InvalidRequest(f"the model's chat template refuses: {error}", param="messages") from None
+        except TemplateLimitExceeded as error:
+            raise InvalidRequest(str(error), param="messages") from None
+        except Exception as error:  # the template is foreign code: its faults are about this conversation
+            raise InvalidRequest(
+                f"the model's chat template cannot write these messages: {type(error).__name__}: {error}",
+                param="messages",
+            ) from None
+
+    def _try_once(self) -> None:
+        try:
+            self._render(_TRIAL_CONVERSATION, None, True)
+        except RefusedConversation:
+            return  # a template that wants a system message, say, is a working one
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, is_prompt: bool
+    ) -> str:
+        num_chars = sum(len(str(value)) for message in messages for value in message.values())
+        values: dict[str, Any] = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": is_prompt,
+        }
+        max_chars = MIN_OUTPUT_CHARS + MAX_OUTPUT_FACTOR * (num_chars + len(str(tools or "")))
+        return self._sandbox.render(self._template, values, max_chars=max_chars, timeout_s=RENDER_TIMEOUT_S)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise RefusedConversation(message)

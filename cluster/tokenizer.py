@@ -1,0 +1,65 @@
+"""Text to token ids and back, for a model in a GGUF file or in a safetensors directory.
+
+    load_tokenizer(path) -> Tokenizer: encode, decode, the bytes of each token, special and end-of-sequence tokens
+
+The ids equal those of `transformers` (tests compare them). It knows nothing of requests, and holds no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as TokenizerBackend
+
+from cluster.errors import StartupError
+from cluster.tokenizer_directory import read_directory_tokenizer
+from cluster.tokenizer_gguf import read_gguf_tokenizer
+from cluster.vocabulary import Vocabulary
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads at once."""
+
+    def __init__(self, backend: TokenizerBackend, vocabulary: Vocabulary) -> None:
+        self._backend = backend
+        self.vocabulary = vocabulary
+        self.token_bytes = vocabulary.token_bytes
+        self.special_ids = vocabulary.special_ids
+        self.end_ids = vocabulary.end_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's logits: a token id is below it."""
+        return len(self.token_bytes)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The token ids. A chat template writes the special tokens itself: pass False for its output."""
+        # The batch call lets other threads run meanwhile; the plain `encode` holds the interpreter's lock.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        if add_special_tokens and self.vocabulary.bos_id is not None:
+            ids.insert(0, self.vocabulary.bos_id)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence. Never raises for bytes that are no UTF-8: they become U+FFFD."""
+        kept = [t for t in token_ids if not (skip_special_tokens and t in self.special_ids)]
+        text = b"".join([self.token_bytes[token_id] for token_id in kept]).decode("utf-8", "replace")
+        is_prefixed = self.vocabulary.has_space_prefix and text.startswith(" ")
+        return text[1:] if is_prefixed else text
+
+    def token_text(self, token_id: int) -> str:
+        """One token as readable text; half a character shows as U+FFFD."""
+        return self.token_bytes[token_id].decode("utf-8", "replace")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of the model at `path`: a GGUF file, or a directory with tokenizer.json and config.json.
+
+    Raises `StartupError` when it is missing, unreadable or of a kind that is not supported.
+    """
+    if path.is_dir():
+        return Tokenizer(*read_directory_tokenizer(path))
+    if path.is_file():
+        return Tokenizer(*read_gguf_tokenizer(path))
+    raise StartupError(f"no model at {path}: give a GGUF file or a directory with tokenizer.json", param="model")
