@@ -1,0 +1,171 @@
+"""From logits to tokens: one path for a mixed batch.
+
+    logits ─ bias, min_tokens ─ penalties ─┬─ temperature 0: the largest logit
+                                           └─ (l - max) / temperature ─ top-k, top-p, min-p ─ argmax of z + noise
+
+A greedy row never touches the noise and never divides. The noise (`engine.noise`) is keyed by seed, choice, position
+and token, so a row's token depends on its own logits and keys alone. The draw is exact but lazy: noise is computed
+for tokens that can still win, and its logarithms for the few that may.
+
+Shapes: logits [R, vocab] float32 on any device, changed in place; tokens come back on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cluster.sampling_params import NO_LOGPROBS, SamplingParams
+from engine.logit_filters import drop_filtered, has_filter
+from engine.logprobs import position_logprobs
+from engine.noise import (
+    NUM_LANES,
+    SMALLEST_GAP,
+    NoiseKeys,
+    gap,
+    gumbel,
+    gumbel_of_bits,
+    token_bits,
+    vocabulary_bits,
+)
+from engine.penalties import PenalisedRow, TokenCounts, apply_penalties
+from engine.request import PositionLogprobs
+
+Float32Array = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
+
+# Widens the bound under which a token's noise is worked out, by more than float32 can err in exp(d - g).
+BOUND_SLACK = np.float32(1.01)
+SMALLEST_TEMPERATURE = np.finfo(np.float32).tiny  # what is smaller would become 0 in float32
+
+
+class SamplerState:
+    """What sampling needs of one sequence beside its logits. Owned by the executor, one for each live sequence."""
+
+    def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        self.params = params
+        self.counts = TokenCounts(num_prompt_tokens) if params.has_penalties else None
+        self.bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
+        self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self.stop_ids = np.array(params.stop_token_ids, dtype=np.int64)
+        self.has_filter = has_filter(params)
+        self.is_plain_greedy = (
+            params.is_greedy
+            and not params.has_penalties
+            and not params.logit_bias
+            and params.min_tokens == 0
+            and params.logprobs == NO_LOGPROBS
+        )
+
+
+class SampleRow(NamedTuple):
+    """Row r of the logits: whose it is and where its sequence stands."""
+
+    state: SamplerState
+    token_ids: npt.NDArray[np.int32]  # the sequence so far; the sampled token's position is its length
+    num_generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """`token_ids` [R]; `failed` [R] where the logits were no distribution; `logprobs[r]` where asked for."""
+
+    token_ids: Int64Array
+    failed: npt.NDArray[np.bool_]
+    logprobs: dict[int, PositionLogprobs]
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
+    """One token for each row. A row with NaN, or without any finite logit, fails alone."""
+    if all(row.state.is_plain_greedy for row in rows):
+        token_ids, failed, _ = _peaks(logits)
+        return Samples(token_ids, failed, {})
+    raw_rows = [index for index, row in enumerate(rows) if row.state.params.logprobs != NO_LOGPROBS]
+    raw_logits = logits[raw_rows] if raw_rows else logits[:0]  # a copy: what follows changes the logits
+    _adjust(logits, rows)
+    token_ids, failed, peak_logits = _peaks(logits)
+    drawn = [index for index, row in enumerate(rows) if not row.state.params.is_greedy and not failed[index]]
+    if drawn:
+        token_ids[drawn] = _draw(logits[drawn], token_ids[drawn], peak_logits[drawn], [rows[index] for index in drawn])
+    logprobs: dict[int, PositionLogprobs] = {}
+    if raw_rows:
+        chosen = torch.from_numpy(token_ids[raw_rows]).to(logits.device)
+        num_top = [rows[index].state.params.logprobs for index in raw_rows]
+        logprobs = dict(zip(raw_rows, position_logprobs(raw_logits, chosen, num_top), strict=True))
+    return Samples(token_ids, failed, logprobs)
+
+
+def _peaks(logits: torch.Tensor) -> tuple[Int64Array, npt.NDArray[np.bool_], Float32Array]:
+    """For each row: the most likely token, whether the row is unusable (max carries a NaN over), the largest logit."""
+    values, token_ids = logits.max(dim=-1)
+    peak_logits = values.cpu().numpy()
+    return token_ids.cpu().numpy().copy(), ~np.isfinite(peak_logits), peak_logits
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Bias, min_tokens and penalties, in place, for the rows that have any."""
+    penalised = []
+    for index, row in enumerate(rows):
+        state = row.state
+        if state.bias_ids.size:
+            logits[index, torch.from_numpy(state.bias_ids)] += torch.from_numpy(state.bias_values).to(logits.device)
+        if row.num_generated < state.params.min_tokens and state.stop_ids.size:
+            logits[index, torch.from_numpy(state.stop_ids)] = -torch.inf
+        if state.counts is not None:
+            state.counts.read(row.token_ids)
+            penalised.append(PenalisedRow(index, state.counts, state.params))
+    if penalised:
+        apply_penalties(logits, penalised)
+
+
+def _draw(
+    logits: torch.Tensor, peak_ids: Int64Array, peak_logits: Float32Array, rows: Sequence[SampleRow]
+) -> Int64Array:
+    """Samples rows with a temperature above 0. The largest logit is subtracted first, so that none can overflow."""
+    scaled = logits.cpu().numpy()  # our own copy
+    for index, row in enumerate(rows):  # a row at a time stays in the core's cache
+        scaled[index] -= peak_logits[index]
+        with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to -inf, which is right
+            scaled[index] /= max(np.float32(row.state.params.temperature), SMALLEST_TEMPERATURE)
+        if row.state.has_filter:
+            drop_filtered(scaled[index], row.state.params)
+    keys = NoiseKeys(
+        np.array([row.state.params.seed for row in rows], dtype=np.uint64),
+        np.array([row.state.params.choice_index for row in rows], dtype=np.uint64),
+        np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
+    )
+    return gumbel_argmax(scaled, peak_ids, keys)
+
+
+def gumbel_argmax(scaled: Float32Array, peak_ids: Int64Array, keys: NoiseKeys) -> Int64Array:
+    """argmax over tokens of scaled + noise, for each row of `scaled` [S, vocab] whose largest value is 0 at `peak_ids`.
+
+    A tie goes to the lower token id.
+    """
+    peak_noise = gumbel(peak_ids, keys).astype(np.float32)
+    winners = [_winner(scaled[row], peak_noise[row], keys.rows(np.array([row]))) for row in range(len(scaled))]
+    return np.array(winners, dtype=np.int64)
+
+
+def _winner(scaled: Float32Array, peak_noise: np.float32, key: NoiseKeys) -> int:
+    """One row's argmax, with noise only where it can matter.
+
+    Exact: token i can beat the peak m only if noise_i >= noise_m - scaled_i, and noise_i <= -ln(1 - u_i), so it needs
+    1 - u_i <= exp(scaled_i - noise_m). On average 1 / p(m) tokens pass, and only these need logarithms.
+    """
+    bounds = np.exp(scaled - peak_noise)
+    bounds *= BOUND_SLACK
+    token_ids = np.flatnonzero(bounds >= np.float32(SMALLEST_GAP))
+    if len(token_ids) * NUM_LANES > len(scaled):
+        bits = vocabulary_bits(len(scaled), key)[token_ids]
+    else:
+        bits = token_bits(token_ids, key)
+    passes = gap(bits) <= bounds[token_ids]
+    token_ids, bits = token_ids[passes], bits[passes]
+    scores = scaled[token_ids].astype(np.float64) + gumbel_of_bits(bits)
+    return int(token_ids[scores.argmax()])
