@@ -36,9 +36,13 @@ def limit_threads(num_threads: int) -> None:
     """Bounds the pools of numeric libraries. Works only before they are imported: raises RuntimeError afterwards."""
     if "torch" in sys.modules:
         raise RuntimeError("limit_threads must run before torch is imported")
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(num_threads)))
+    os.environ.update(thread_environment(num_threads))
+
+
+def thread_environment(num_threads: int) -> dict[str, str]:
+    """The environment of a process whose numeric libraries use `num_threads` threads."""
     # Idle OpenMP threads sleep at once instead of spinning on a core that another process needs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return {**dict.fromkeys(_THREAD_VARIABLES, str(num_threads)), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -104,7 +104,7 @@ async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoR
 
 def require_private_target(target: str, tls: TlsFiles | None) -> None:
     """Raises `StartupError` for an address that others can reach, unless TLS protects it."""
-    if target.startswith("unix:") or tls is not None or _is_loopback(target):
+    if target.startswith("unix:") or tls is not None or is_loopback(target.rpartition(":")[0].strip("[]")):
         return
     raise StartupError(
         f"{target} can be reached from other machines and has no TLS: "
@@ -112,8 +112,8 @@ def require_private_target(target: str, tls: TlsFiles | None) -> None:
     )
 
 
-def _is_loopback(target: str) -> bool:
-    host = target.rpartition(":")[0].strip("[]")
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:

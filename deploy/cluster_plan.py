@@ -1,0 +1,230 @@
+"""From what a user wrote to the processes of a cluster: settings, command lines, addresses, probes.
+
+Pure but for the two secrets and the Redis configuration that it writes into the runtime directory, and the search for
+free ports.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from cluster.embedded_redis import prepare_embedded_redis
+from cluster.errors import StartupError
+from cluster.model_files import served_name
+from cluster.process_guard import thread_environment
+from cluster.router_settings import RouterSettings
+from cluster.rpc_security import RpcSecurity, is_loopback, new_secret, write_secret
+from cluster.settings_flags import settings_to_arguments
+from cluster.worker_settings import WorkerSettings
+from deploy.config import ClusterConfig, PoolConfig
+from deploy.launcher import python_command
+from deploy.probes import http_probe, redis_probe, worker_probe
+from deploy.process_spec import ProcessSpec, Stage
+
+Role = Literal["prefill", "decode", "aggregated"]
+
+REDIS_START_TIMEOUT_S = 10.0
+REDIS_STOP_TIMEOUT_S = 5.0
+# The router ends its streams by itself when the workers' drain is over.
+ROUTER_EXTRA_STOP_S = 5.0
+_MODULE_BY_ROLE: dict[Role, str] = {
+    "prefill": "prefill_worker",
+    "decode": "decode_worker",
+    "aggregated": "decode_worker",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Everything to start, and where clients will find it."""
+
+    processes: tuple[ProcessSpec, ...]
+    url: str
+    grpc_address: str  # empty: off
+    model_name: str
+    summary: str  # "1 prefill + 1 decode"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all processes of the cluster are told."""
+
+    config: ClusterConfig
+    model: Path
+    runtime_dir: Path
+    token_file: Path
+    redis_url: str
+    redis_password_file: Path | None
+    security: RpcSecurity
+
+
+def plan_cluster(config: ClusterConfig, model: Path, runtime_dir: Path) -> ClusterPlan:
+    """Raises `StartupError` for a busy port, and for an open address without API keys."""
+    require_keys_on_open_address(config)
+    token, token_file = new_secret(), runtime_dir / "cluster.token"
+    write_secret(token_file, token)
+    redis_url, password_file, redis = _redis(config, runtime_dir)
+    shared = _Shared(config, model, runtime_dir, token_file, redis_url, password_file, RpcSecurity(token))
+    workers = tuple(_workers(shared))
+    settings = _router_settings(shared)
+    grpc_address = f"{_host_in_url(settings.http_host)}:{settings.grpc_port}" if settings.grpc_port else ""
+    return ClusterPlan(
+        processes=(*redis, *workers, _router(shared, settings)),
+        url=f"http://{_host_in_url(settings.http_host)}:{settings.http_port}",
+        grpc_address=grpc_address,
+        model_name=settings.served_model_name,
+        summary=" + ".join(f"{pool.workers} {role}" for role, pool in _pools(config) if pool.workers),
+    )
+
+
+def require_keys_on_open_address(config: ClusterConfig) -> None:
+    if not is_loopback(config.router.host) and config.router.api_keys_file is None:
+        raise StartupError(
+            f"router.host {config.router.host} can be reached from other machines: set router.api_keys_file "
+            "(`tandem key create NAME --file keys.txt` makes one), or use 127.0.0.1"
+        )
+
+
+def _redis(config: ClusterConfig, runtime_dir: Path) -> tuple[str, Path | None, tuple[ProcessSpec, ...]]:
+    """URL and password file for the clients, and the process when the server is ours."""
+    if config.redis.url:
+        return *_without_password(config.redis.url, config.redis.password_file, runtime_dir), ()
+    embedded = prepare_embedded_redis(runtime_dir)
+    spec = ProcessSpec(
+        name="redis",
+        stage=Stage.REDIS,
+        command=embedded.command,
+        probe=redis_probe(embedded.url, embedded.password_file),
+        start_timeout_s=REDIS_START_TIMEOUT_S,
+        stop_timeout_s=REDIS_STOP_TIMEOUT_S,
+    )
+    return embedded.url, embedded.password_file, (spec,)
+
+
+def _without_password(url: str, password_file: Path | None, runtime_dir: Path) -> tuple[str, Path | None]:
+    """A password in a URL would show in every process's command line: it moves into a file."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url, password_file
+    moved = runtime_dir / "redis.password"
+    write_secret(moved, parts.password)
+    user = f"{parts.username}@" if parts.username else ""
+    address = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=user + address)), moved
+
+
+def _pools(config: ClusterConfig) -> tuple[tuple[Role, PoolConfig], ...]:
+    return (("prefill", config.prefill), ("decode", config.decode), ("aggregated", config.aggregated))
+
+
+def _workers(shared: _Shared) -> Iterator[ProcessSpec]:
+    for role, pool in _pools(shared.config):
+        for index in range(pool.workers):
+            yield _worker(shared, role, pool, f"{role}-{index}")
+
+
+def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> ProcessSpec:
+    config = shared.config
+    target = f"unix:{shared.runtime_dir / worker_id}.sock"
+    settings = WorkerSettings(
+        worker_id=worker_id,
+        role=role,
+        model=str(shared.model),
+        served_model_name=config.router.served_model_name or served_name(shared.model),
+        dtype=config.dtype,
+        backend=config.backend,
+        quantization=config.quantization,
+        listen=target,
+        runtime_dir=shared.runtime_dir,
+        redis_url=shared.redis_url,
+        redis_password_file=shared.redis_password_file,
+        cluster_token_file=shared.token_file,
+        transports=config.transports,
+        block_tokens=config.block_tokens,
+        kv_cache_bytes=pool.kv_cache_bytes,
+        num_kv_blocks=pool.num_kv_blocks,
+        max_model_len=config.max_model_len,
+        max_batch_tokens=pool.max_batch_tokens,
+        max_sequences=pool.max_sequences,
+        max_waiting=pool.max_waiting,
+        num_threads=pool.num_threads,
+        seed=config.seed,
+        heartbeat_s=config.heartbeat_s,
+        drain_timeout_s=config.drain_timeout_s,
+        link_bytes_per_s=config.link_bytes_per_s,
+    )
+    return ProcessSpec(
+        name=worker_id,
+        stage=Stage.WORKER,
+        command=python_command(_MODULE_BY_ROLE[role], *settings_to_arguments(settings)),
+        probe=worker_probe(target, shared.security),
+        environment=thread_environment(pool.num_threads),
+        start_timeout_s=config.start_timeout_s,
+        stop_timeout_s=config.drain_timeout_s + ROUTER_EXTRA_STOP_S,
+        needed_as="" if role == "prefill" else "decode",
+    )
+
+
+def _router_settings(shared: _Shared) -> RouterSettings:
+    config, router = shared.config, shared.config.router
+    return RouterSettings(
+        model=str(shared.model),
+        served_model_name=router.served_model_name or served_name(shared.model),
+        http_host=router.host,
+        http_port=claim_port(router.host, router.port, "port"),
+        grpc_port=0 if router.grpc_port is None else claim_port(router.host, router.grpc_port, "grpc-port"),
+        runtime_dir=shared.runtime_dir,
+        redis_url=shared.redis_url,
+        redis_password_file=shared.redis_password_file,
+        cluster_token_file=shared.token_file,
+        api_keys_file=router.api_keys_file,
+        block_tokens=config.block_tokens,
+        max_model_len=config.max_model_len,
+        default_max_tokens=router.default_max_tokens,
+        max_body_bytes=router.max_body_bytes,
+        max_concurrent_requests=router.max_concurrent_requests,
+        request_timeout_s=router.request_timeout_s,
+        prefill_fallback=router.prefill_fallback,
+        seed=config.seed,
+    )
+
+
+def _router(shared: _Shared, settings: RouterSettings) -> ProcessSpec:
+    return ProcessSpec(
+        name=settings.router_id,
+        stage=Stage.ROUTER,
+        command=python_command("router", *settings_to_arguments(settings)),
+        probe=http_probe(f"http://{_host_in_url(settings.http_host)}:{settings.http_port}/readyz"),
+        start_timeout_s=shared.config.start_timeout_s,
+        stop_timeout_s=shared.config.drain_timeout_s + ROUTER_EXTRA_STOP_S,
+        needed_as="router",
+    )
+
+
+def claim_port(host: str, port: int, flag: str) -> int:
+    """The port, free at this moment; for 0 any free one. Raises `StartupError` when it is busy or not ours to take."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: a port with only closed connections in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StartupError(
+                f"cannot listen on {host}:{port} ({reason.lower()}): stop what uses it, or choose another with --{flag}"
+            ) from None
+        claimed: int = probe.getsockname()[1]
+        return claimed
+
+
+def _host_in_url(host: str) -> str:
+    """Where a client on this machine finds a server on `host`."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104  compared, not bound
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,119 @@
+"""One YAML describes a cluster: model, pools, router, Redis. `deploy/clusters/laptop.yaml` is the default.
+
+What a user writes is `ClusterConfig`; what processes read (`WorkerSettings`, `RouterSettings`) is made from it in
+`deploy/cluster_plan.py`. Flags of `tandem serve` override single keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from cluster.errors import StartupError, shown
+from cluster.model_files import DEFAULT_MODEL
+from deploy.yaml_settings import YamlSettingsError, load_yaml_settings
+
+DEFAULT_CLUSTER_FILE = Path(__file__).parent / "clusters" / "laptop.yaml"
+MAX_POOL_WORKERS = 1024
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PoolConfig(Section):
+    """Workers of one role."""
+
+    workers: int = Field(default=1, ge=0, le=MAX_POOL_WORKERS, description="processes")
+    num_threads: int = Field(default=1, ge=1, description="compute threads of each")
+    max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
+    max_sequences: int = Field(default=64, ge=1, description="sequences in one engine step")
+    max_waiting: int = Field(default=256, ge=1, description="bound of the waiting queue")
+    kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory")
+    num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
+
+
+class RouterConfig(Section):
+    """The front that clients talk to."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535, description="HTTP; 0: any free port")
+    grpc_port: int | None = Field(default=0, ge=0, le=65535, description="gRPC; 0: any free port; null: off")
+    served_model_name: str = Field(default="", description="empty: from the model's file name")
+    api_keys_file: Path | None = Field(default=None, description="needed on an address that others can reach")
+    default_max_tokens: int = Field(default=0, ge=0, description="for requests without max_tokens; 0: what fits")
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024, le=64 * 2**20)
+    max_concurrent_requests: int = Field(default=1024, ge=1, description="beyond it: 503 with Retry-After")
+    request_timeout_s: float = Field(default=600.0, gt=0, le=600)
+    prefill_fallback: Literal["allow", "deny"] = Field(
+        default="allow", description="may a decode worker prefill when no prefill worker is ready"
+    )
+
+
+class RedisConfig(Section):
+    """Where membership lives."""
+
+    url: str = Field(default="", description="empty: a private embedded server")
+    password_file: Path | None = Field(default=None, description="mode 0600; for a url without a password")
+
+
+class ClusterConfig(Section):
+    """One cluster."""
+
+    model: str = Field(default=DEFAULT_MODEL, min_length=1, description="a name, a GGUF file, a safetensors directory")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    backend: Literal["auto", "torch", "native", "triton"] = "auto"
+    quantization: Literal["none", "int8", "int4", "gguf"] = "none"
+    transports: tuple[str, ...] = Field(default=("shm", "tcp"), min_length=1, description="in order of preference")
+    block_tokens: int = Field(default=16, ge=1, le=256, description="tokens of one KV block")
+    max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
+    seed: int = 0
+    heartbeat_s: float = Field(default=1.0, gt=0, le=10)
+    start_timeout_s: float = Field(default=120.0, gt=0, description="for one process to become ready")
+    drain_timeout_s: float = Field(default=60.0, gt=0, description="for running requests to end at a stop")
+    link_bytes_per_s: int = Field(default=0, ge=0, description="throttles KV transfers, for tests; 0: off")
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+    aggregated: PoolConfig = PoolConfig(workers=0)
+    router: RouterConfig = RouterConfig()
+    redis: RedisConfig = RedisConfig()
+
+    @model_validator(mode="after")
+    def _can_serve(self) -> ClusterConfig:
+        if self.decode.workers + self.aggregated.workers == 0:
+            raise ValueError("no worker decodes: set decode.workers or aggregated.workers to 1 or more")
+        if self.prefill.workers and not self.decode.workers:
+            raise ValueError("prefill workers need decode workers: set decode.workers, or prefill.workers to 0")
+        if self.decode.workers and not self.prefill.workers and self.router.prefill_fallback == "deny":
+            raise ValueError("decode workers may not prefill (router.prefill_fallback: deny): set prefill.workers")
+        return self
+
+
+def load_cluster_config(path: Path) -> ClusterConfig:
+    """The cluster that the file describes. Raises `StartupError`: one line with file, line, key and reason."""
+    try:
+        return load_yaml_settings(ClusterConfig, path)
+    except YamlSettingsError as error:
+        more = len(error.problems) - 1
+        raise StartupError(f"{error.problems[0]}" + (f" (and {more} more)" if more else "")) from None
+
+
+def override(config: ClusterConfig, values: Mapping[str, Any]) -> ClusterConfig:
+    """The config with some keys replaced, dotted as in `decode.workers`. Raises `StartupError` naming the key."""
+    merged = config.model_dump()
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        section = merged
+        for part in sections:
+            section = section[part]
+        section[name] = value
+    try:
+        return ClusterConfig.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        reason = str(first["msg"]).removeprefix("Value error, ")
+        key = ".".join(map(str, first["loc"]))
+        raise StartupError(f"{key} is {shown(first['input'])}: {reason}" if key else reason) from None

@@ -1,0 +1,129 @@
+"""Starting processes somewhere: here as children of this process. A launcher for other machines has the same interface.
+
+A launched process dies with its launcher (SIGKILL included), has its own process group, so that Ctrl-C in a terminal
+reaches the supervisor alone, and writes its output to a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import tandem.v1
+
+import cluster
+from cluster.errors import StartupError
+from cluster.guarded_exec import guarded_command
+from deploy.process_spec import ProcessSpec
+
+TAIL_BYTES = 64 * 1024
+
+
+class LaunchedProcess(Protocol):
+    """A process that runs, or ran."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int:
+        """Its exit status, negative for a signal."""
+        ...
+
+    def terminate(self) -> None:
+        """Asks it to drain and end. Nothing happens when it has ended."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it and all its children now."""
+        ...
+
+    def last_lines(self, count: int) -> list[str]:
+        """The end of what it wrote in this run."""
+        ...
+
+
+class Launcher(Protocol):
+    """Implementations: `LocalLauncher`; `deploy/ray_launcher.py` runs the same specs as actors."""
+
+    async def launch(self, spec: ProcessSpec) -> LaunchedProcess:
+        """Raises `StartupError` when the program cannot be started at all."""
+        ...
+
+
+class LocalLauncher:
+    """Children of this process. Must be used from the main thread: a child dies with the thread that made it."""
+
+    def __init__(self, log_directory: Path) -> None:
+        self._log_directory = log_directory
+
+    async def launch(self, spec: ProcessSpec) -> LaunchedProcess:
+        log_file = self._log_directory / f"{spec.name}.log"
+        log_fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        start_of_run = os.fstat(log_fd).st_size
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *guarded_command(os.getpid(), spec.command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log_fd,
+                stderr=log_fd,
+                env=_environment(spec.environment),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StartupError(f"cannot start {spec.name} ({spec.command[0]}): {error.strerror}") from None
+        finally:
+            os.close(log_fd)
+        return _LocalProcess(process, log_file, start_of_run)
+
+
+class _LocalProcess:
+    def __init__(self, process: asyncio.subprocess.Process, log_file: Path, start_of_run: int) -> None:
+        self._process = process
+        self._log_file = log_file
+        self._start_of_run = start_of_run
+        self._is_group_gone = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def terminate(self) -> None:
+        if self._process.returncode is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        # A group outlives its leader as long as a grandchild does. Once both are gone its id may be somebody else's.
+        if self._is_group_gone:
+            return
+        self._is_group_gone = self._process.returncode is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def last_lines(self, count: int) -> list[str]:
+        with self._log_file.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._start_of_run, end - TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+
+
+def python_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Runs one of our modules; `-P` keeps the current directory from shadowing it."""
+    return (sys.executable, "-P", "-m", module, *arguments)
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Ours, with the folders that this process took its own packages from: children work uninstalled as well."""
+    roots = [str(Path(next(iter(package.__path__))).resolve()) for package in (cluster, tandem.v1)]
+    folders = [str(Path(roots[0]).parent), str(Path(roots[1]).parents[1])]
+    inherited = os.environ.get("PYTHONPATH", "")
+    folders += [folder for folder in inherited.split(os.pathsep) if folder and folder not in folders]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **extra}

@@ -1,0 +1,66 @@
+"""Asking a process once whether it is ready to serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc.aio
+import httpx
+from tandem.v1 import worker_pb2, worker_pb2_grpc
+
+from cluster.redis_client import RedisClient, RedisUnavailable
+from cluster.rpc import open_channel
+from cluster.rpc_security import RpcSecurity
+from deploy.process_spec import Probe
+
+PROBE_CALL_TIMEOUT_S = 1.0
+
+
+def redis_probe(url: str, password_file: Path | None) -> Probe:
+    """Ready when it answers a ping as the cluster's own user."""
+
+    async def probe() -> bool:
+        client = RedisClient(url, password_file)
+        try:
+            await client.run(lambda redis: redis.ping())
+        except RedisUnavailable:
+            return False
+        finally:
+            await client.close()
+        return True
+
+    return probe
+
+
+def worker_probe(target: str, security: RpcSecurity) -> Probe:
+    """Ready when it reports its status and takes requests: the model is loaded and it does not drain."""
+    socket = Path(target.removeprefix("unix:")) if target.startswith("unix:") else None
+
+    async def probe() -> bool:
+        if socket is not None and not socket.exists():
+            return False
+        # A channel of its own: one that failed before would wait before it connects again.
+        async with open_channel(target, security) as channel:
+            admin = worker_pb2_grpc.WorkerAdminStub(channel)
+            try:
+                status = await admin.GetStatus(worker_pb2.GetStatusRequest(), timeout=PROBE_CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError:
+                return False
+        return not status.load.draining
+
+    return probe
+
+
+def http_probe(url: str) -> Probe:
+    """Ready when the URL answers 200."""
+
+    async def probe() -> bool:
+        # No proxy of the environment stands between us and our own child.
+        async with httpx.AsyncClient(trust_env=False, timeout=PROBE_CALL_TIMEOUT_S) as client:
+            try:
+                answer = await client.get(url)
+            except httpx.TransportError:
+                return False
+        return answer.status_code == httpx.codes.OK
+
+    return probe

@@ -1,0 +1,94 @@
+"""Brings a cluster up in order of readiness, keeps it up, and takes it down in reverse so that nothing is left.
+
+    Redis ready -> workers and router start together -> all ready: serving
+    a crash: the process starts again (deploy/restart_policy.py); a crash loop: an error, and the end of the cluster
+    when nobody else can do that process's part
+    stop: router first (its streams end), then workers, then Redis
+
+What runs a cluster only sees `Supervisor`; whether processes are local is the launcher's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from cluster.errors import StartupError
+from deploy.launcher import Launcher
+from deploy.process_spec import ProcessSpec, Stage
+from deploy.restart_policy import RestartLimits
+from deploy.supervised_process import ProcessState, SupervisedProcess
+
+_log = logging.getLogger(__name__)
+
+ChangeListener = Callable[[SupervisedProcess], None]
+
+
+class Supervisor:
+    """Owns all processes of one cluster: `start`, `wait_for_failure` while it serves, `stop` at the end, always."""
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        launcher: Launcher,
+        on_change: ChangeListener,
+        limits: RestartLimits | None = None,
+    ) -> None:
+        self.processes = tuple(SupervisedProcess(spec, launcher, self._changed, limits) for spec in specs)
+        self._on_change = on_change
+        self._state_changed = asyncio.Event()
+
+    async def start(self) -> None:
+        """Returns when every process is ready. Raises `StartupError` with the first reason why one cannot be."""
+        for stages in ((Stage.REDIS,), (Stage.WORKER, Stage.ROUTER)):
+            starting = [process for process in self.processes if process.spec.stage in stages]
+            for process in starting:
+                process.start()
+            while not _all_ready(starting):
+                await self._next_change()
+
+    async def wait_for_failure(self) -> str:
+        """Returns the reason once the cluster can serve no longer."""
+        while (reason := self._fatal_failure()) is None:
+            await self._next_change()
+        return reason
+
+    async def stop(self) -> None:
+        """Stops all that was started, router first. Returns when every process is gone."""
+        for stage in sorted(Stage, reverse=True):
+            stopping = [process.stop() for process in self.processes if process.spec.stage is stage]
+            for result in await asyncio.gather(*stopping, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    _log.error("a process could not be stopped", exc_info=result)
+
+    def kill(self) -> None:
+        """Ends all processes now: a second Ctrl-C."""
+        for process in self.processes:
+            process.kill()
+
+    async def _next_change(self) -> None:
+        await self._state_changed.wait()
+        self._state_changed.clear()
+
+    def _changed(self, process: SupervisedProcess) -> None:
+        self._state_changed.set()
+        self._on_change(process)
+
+    def _fatal_failure(self) -> str | None:
+        """The failure of a process whose part nobody else can do."""
+        for process in self.processes:
+            if process.state is ProcessState.FAILED and process.spec.needed_as:
+                part = process.spec.needed_as
+                others = [other for other in self.processes if other.spec.needed_as == part]
+                if all(other.state is ProcessState.FAILED for other in others):
+                    return process.failure
+        return None
+
+
+def _all_ready(processes: Sequence[SupervisedProcess]) -> bool:
+    """Raises `StartupError` when one has given up."""
+    for process in processes:
+        if process.state is ProcessState.FAILED:
+            raise StartupError(process.failure)
+    return all(process.state is ProcessState.READY for process in processes)

@@ -1,0 +1,80 @@
+"""From a config to processes: settings that parse back, secrets that show nowhere, ports, open addresses."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from cluster import router_settings, worker_settings
+from cluster.errors import StartupError
+from cluster.rpc_security import read_secret
+from deploy.cluster_plan import claim_port, plan_cluster
+from deploy.config import ClusterConfig, PoolConfig, RedisConfig, RouterConfig
+from deploy.process_spec import ProcessSpec
+
+MODEL = Path("/models/SmolLM2-135M-Instruct.Q4_1.gguf")
+ANY_PORT = RouterConfig(port=0)
+
+
+def by_name(specs: tuple[ProcessSpec, ...], name: str) -> ProcessSpec:
+    return next(spec for spec in specs if spec.name == name)
+
+
+def flags(spec: ProcessSpec) -> list[str]:
+    return list(spec.command[4:])
+
+
+def test_every_worker_gets_its_own_name_role_and_socket(runtime_dir: Path) -> None:
+    config = ClusterConfig(prefill=PoolConfig(workers=2), decode=PoolConfig(workers=1, num_threads=3), router=ANY_PORT)
+    plan = plan_cluster(config, MODEL, runtime_dir)
+    assert [spec.name for spec in plan.processes] == ["redis", "prefill-0", "prefill-1", "decode-0", "router-0"]
+    decode = by_name(plan.processes, "decode-0")
+    settings = worker_settings.parse_arguments("decode_worker", flags(decode))
+    assert (settings.role, settings.num_threads, settings.listen) == ("decode", 3, f"unix:{runtime_dir}/decode-0.sock")
+    assert decode.command[1:4] == ("-P", "-m", "decode_worker")
+    assert decode.environment["OMP_NUM_THREADS"] == "3"
+    assert plan.summary == "2 prefill + 1 decode"
+
+
+def test_router_and_workers_share_model_name_redis_and_token(runtime_dir: Path) -> None:
+    plan = plan_cluster(ClusterConfig(router=ANY_PORT), MODEL, runtime_dir)
+    router = router_settings.parse_arguments(flags(by_name(plan.processes, "router-0")))
+    worker = worker_settings.parse_arguments("p", flags(by_name(plan.processes, "prefill-0")))
+    assert router.served_model_name == worker.served_model_name == plan.model_name == "SmolLM2-135M-Instruct"
+    assert (router.redis_url, router.cluster_token_file) == (worker.redis_url, worker.cluster_token_file)
+    assert plan.url == f"http://127.0.0.1:{router.http_port}"
+    assert plan.grpc_address == f"127.0.0.1:{router.grpc_port}"
+
+
+def test_no_secret_stands_in_a_command_line(runtime_dir: Path) -> None:
+    redis = RedisConfig(url="redis://user:s3cret@127.0.0.1:6379/2")
+    plan = plan_cluster(ClusterConfig(router=ANY_PORT, redis=redis), MODEL, runtime_dir)
+    words = " ".join(word for spec in plan.processes for word in spec.command)
+    assert "s3cret" not in words
+    assert read_secret(runtime_dir / "cluster.token", "token") not in words
+    settings = router_settings.parse_arguments(flags(plan.processes[-1]))
+    assert settings.redis_url == "redis://user@127.0.0.1:6379/2"
+    assert settings.redis_password_file is not None
+    assert read_secret(settings.redis_password_file, "password") == "s3cret"
+    assert "redis" not in [spec.name for spec in plan.processes]
+
+
+def test_grpc_can_be_off(runtime_dir: Path) -> None:
+    plan = plan_cluster(ClusterConfig(router=RouterConfig(port=0, grpc_port=None)), MODEL, runtime_dir)
+    assert plan.grpc_address == ""
+    assert router_settings.parse_arguments(flags(plan.processes[-1])).grpc_port == 0
+
+
+def test_busy_port_says_which_and_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"127.0.0.1:{port}.*--port"):
+            claim_port("127.0.0.1", port, "port")
+
+
+def test_open_address_without_keys_is_refused_with_the_command_that_makes_one(runtime_dir: Path) -> None:
+    config = ClusterConfig(router=RouterConfig(host="0.0.0.0", port=0))  # noqa: S104  it is refused
+    with pytest.raises(StartupError, match="tandem key create"):
+        plan_cluster(config, MODEL, runtime_dir)
