@@ -27,7 +27,7 @@ MAX_BODY_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One response: server-sent events at their times, or an error status with a body at once."""
+    """One response: server-sent events at their times, or a body at once."""
 
     events: tuple[tuple[float, str], ...] = ()  # (loop time, data)
     status: int = 200
@@ -189,7 +189,7 @@ class _ScriptedConnection(asyncio.Protocol):
         body, self._body = self._body, b""
         self._is_answering = True
         answer = self._server.answer(body, self._loop.time())
-        if answer.status != 200:
+        if answer.body or answer.status != 200:
             content = answer.body.encode()
             self._write(
                 f"HTTP/1.1 {answer.status} Scripted\r\nContent-Type: application/json\r\n"

@@ -6,7 +6,6 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,26 +20,7 @@ from benchmarks.run_summary import (
     write_summary_csv,
     write_summary_json,
 )
-
-
-def _record(index: int, intended_s: float, **fields: Any) -> RequestRecord:
-    """Two tokens, 100 ms to the first, 50 ms to the second."""
-    base = RequestRecord(
-        index=index,
-        traffic_class="default",
-        session=-1,
-        turn=0,
-        is_warmup=False,
-        intended_s=intended_s,
-        sent_s=intended_s,
-        ended_s=intended_s + 0.15,
-        outcome=Outcome.OK,
-        http_status=200,
-        chunk_times_s=(intended_s + 0.1, intended_s + 0.15),
-        chunk_tokens=(1, 1),
-        prompt_tokens=10,
-    )
-    return replace(base, **fields)
+from tests.benchmarks.made_records import made_record
 
 
 def _run(records: list[RequestRecord], duration_s: float = 20.0, *, hit_limit: bool = False) -> LoadRun:
@@ -48,7 +28,7 @@ def _run(records: list[RequestRecord], duration_s: float = 20.0, *, hit_limit: b
 
 
 def _steady() -> list[RequestRecord]:
-    return [_record(place, place / 10) for place in range(200)]
+    return [made_record(place, place / 10) for place in range(200)]
 
 
 def test_a_steady_run_is_ok_with_its_rates_and_latencies() -> None:
@@ -66,7 +46,7 @@ def test_a_steady_run_is_ok_with_its_rates_and_latencies() -> None:
 
 def test_b14_one_token_answers_have_no_tpot_and_pass_no_objective_by_it() -> None:
     one_token = [
-        _record(place, place / 10, chunk_times_s=(place / 10 + 0.1,), chunk_tokens=(1,)) for place in range(200)
+        made_record(place, place / 10, chunk_times_s=(place / 10 + 0.1,), chunk_tokens=(1,)) for place in range(200)
     ]
     summary = summarise(_run(one_token), Slo(ttft_ms=120.0, tpot_ms=60.0))
     assert summary.tpot_ms.count == 0
@@ -120,7 +100,7 @@ def test_hits_beyond_the_runs_own_sharing_are_flagged() -> None:
 
 
 def test_written_rows_carry_the_schema_version_and_no_nan(tmp_path: Path) -> None:
-    one_token = [_record(place, place / 10, chunk_times_s=(), chunk_tokens=()) for place in range(30)]
+    one_token = [made_record(place, place / 10, chunk_times_s=(), chunk_tokens=()) for place in range(30)]
     rows = [({"rate_per_s": 10.0, "name": "a"}, summarise(_run(one_token, 3.0)))]
     write_summary_json(tmp_path / "summary.json", rows)
     write_summary_csv(tmp_path / "summary.csv", rows)
@@ -134,7 +114,7 @@ def test_written_rows_carry_the_schema_version_and_no_nan(tmp_path: Path) -> Non
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    records = [*_steady()[:3], _record(3, 0.3, outcome=Outcome.TIMEOUT, cached_tokens=4)]
+    records = [*_steady()[:3], made_record(3, 0.3, outcome=Outcome.TIMEOUT, cached_tokens=4)]
     write_records(tmp_path / "records.jsonl", {"seed": 7}, records)
     header, read = read_records(tmp_path / "records.jsonl")
     assert header["seed"] == 7
