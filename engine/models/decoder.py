@@ -1,0 +1,140 @@
+"""A Llama-family decoder over paged KV: Llama, Mistral, Qwen2, Qwen3 differ by a bias and a norm.
+
+    embed ─> [ norm ─> qkv ─> rope ─> KV into pool ─> attention ─> out ─> norm ─> gate, up ─> down ] x layers
+          ─> norm ─> logits
+
+All tokens of all sequences lie end to end; only the attention plan knows where a sequence ends. Which code runs an
+operation is the table's business, where weights come from the source's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels.linear import Linear
+from engine.kernels.reference_attention import AttentionShape
+from engine.kernels.table import OperationTable
+from engine.model_config import ModelConfig
+from engine.models.rope import rope_table
+from engine.step import LayerCallback, StepInput, StepOutput
+from engine.weights.weight_source import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights; q, k, v are one matrix, and gate and up are one, so that each input is read once."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    attention_output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """One model's weights and its forward pass. Holds no state of any sequence."""
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        operations: OperationTable,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_positions: int,
+    ) -> None:
+        """Reads every tensor of `weights` into `dtype` on `device`; the source may be closed afterwards."""
+        self.config: ModelConfig = weights.config
+        self._operations = operations
+        self._attention_shape = AttentionShape(
+            self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.sliding_window
+        )
+        self._cos, self._sin = rope_table(self.config, max_positions, device)
+        loader = _Loader(weights, operations, dtype, device)
+        self._embedding = loader.tensor("model.embed_tokens.weight")
+        self._layers = [loader.layer(index) for index in range(self.config.num_layers)]
+        self._final_norm = loader.tensor("model.norm.weight")
+        head = self._embedding if self.config.tie_embeddings else loader.tensor("lm_head.weight")
+        self._logits = operations.make_linear(head, None)
+
+    def forward(self, step: StepInput, pool: torch.Tensor, layer_done: LayerCallback | None) -> StepOutput:
+        """One step over a pool `[blocks, layers, 2, kv_heads, block_tokens, head_dim]` of the model's dtype."""
+        operations, eps = self._operations, self.config.rms_norm_eps
+        device = pool.device
+        positions = torch.from_numpy(step.positions).to(device)
+        slots = torch.from_numpy(step.slots).to(device)
+        plan = operations.plan_attention(step, self._attention_shape, pool)
+        residual = self._embedding.index_select(0, torch.from_numpy(step.token_ids).to(device))
+        hidden = operations.add_rms_norm(residual, None, self._layers[0].attention_norm, eps)
+        for index, layer in enumerate(self._layers):
+            query, key, value = self._project(layer, hidden, positions)
+            operations.kv_write(key, value, pool, index, slots)
+            if layer_done is not None:
+                layer_done(index)
+            hidden = layer.attention_output(plan.attend(query, index))
+            hidden = operations.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
+            hidden = layer.down(operations.silu_multiply(layer.gate_up(hidden)))
+            if index + 1 < len(self._layers):
+                hidden = operations.add_rms_norm(hidden, residual, self._layers[index + 1].attention_norm, eps)
+        rows = torch.from_numpy(step.logit_rows).to(device)
+        hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
+        hidden = operations.add_rms_norm(hidden, residual, self._final_norm, eps)
+        return StepOutput(logits=self._logits(hidden).float(), hidden=hidden)
+
+    def _project(
+        self, layer: _Layer, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated query and key, and value, each `[num_tokens, heads, head_dim]`, views of one product."""
+        config, operations = self.config, self._operations
+        qkv = layer.qkv(hidden).view(hidden.shape[0], -1, config.head_dim)
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query.copy_(operations.add_rms_norm(query, None, layer.query_norm, config.rms_norm_eps))
+            key.copy_(operations.add_rms_norm(key, None, layer.key_norm, config.rms_norm_eps))
+        # Query and key heads lie side by side: one rotation for both.
+        operations.rotary(qkv[:, : num_heads + num_kv_heads], positions, self._cos, self._sin)
+        return query, key, value
+
+
+class _Loader:
+    """Brings tensors into the model's dtype and device."""
+
+    def __init__(
+        self, weights: WeightSource, operations: OperationTable, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._weights = weights
+        self._operations = operations
+        self._dtype = dtype
+        self._device = device
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._weights.tensor(name).to(self._device, self._dtype)
+
+    def layer(self, index: int) -> _Layer:
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        has_qk_norm = self._weights.config.qk_norm
+        return _Layer(
+            attention_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
+            qkv=self._linear(
+                [f"{attention}.{name}_proj" for name in "qkv"], has_bias=self._weights.config.attention_bias
+            ),
+            query_norm=self.tensor(f"{attention}.q_norm.weight") if has_qk_norm else None,
+            key_norm=self.tensor(f"{attention}.k_norm.weight") if has_qk_norm else None,
+            attention_output=self._linear([f"{attention}.o_proj"]),
+            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+            down=self._linear([f"{mlp}.down_proj"]),
+        )
+
+    def _linear(self, modules: list[str], *, has_bias: bool = False) -> Linear:
+        """The modules' matrices, one below the other, as one linear layer."""
+        weight = torch.cat([self.tensor(f"{module}.weight") for module in modules])
+        bias = torch.cat([self.tensor(f"{module}.bias") for module in modules]) if has_bias else None
+        return self._operations.make_linear(weight, bias)

@@ -1,0 +1,48 @@
+"""The reference model runner: a decoder in torch over the pool's tensor, on any device torch has."""
+
+from __future__ import annotations
+
+import torch
+
+from cluster.errors import StartupError
+from engine.dtype import TORCH_DTYPES
+from engine.kernels.table import REFERENCE
+from engine.kv_memory import KvMemory
+from engine.model_config import ModelConfig
+from engine.models.decoder import Decoder
+from engine.step import LayerCallback, StepInput, StepOutput
+from engine.weights.weight_source import WeightSource
+
+
+class TorchRunner:
+    """Keeps `engine.step.ModelRunner`'s promise. Owned by the engine thread; the pool outlives it.
+
+    The tensors of a `StepOutput` are fresh at each step.
+    """
+
+    backend = "torch"
+
+    def __init__(self, weights: WeightSource, memory: KvMemory, *, max_model_len: int = 0) -> None:
+        """Computes in the pool's dtype. `max_model_len` bounds positions; 0 is the model's own context.
+
+        Raises `StartupError` when the pool was laid out for another model.
+        """
+        self.config: ModelConfig = weights.config
+        layout = memory.layout
+        mine = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+        if (layout.num_layers, layout.num_kv_heads, layout.head_dim) != mine:
+            raise StartupError(f"the KV pool is laid out for another model: {layout}, not (layers, heads, dim) {mine}")
+        self._pool = memory.tensor
+        with torch.inference_mode():
+            self._decoder = Decoder(
+                weights,
+                REFERENCE,
+                dtype=TORCH_DTYPES[layout.dtype],
+                device=self._pool.device,
+                max_positions=max_model_len or self.config.max_model_len,
+            )
+
+    def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:
+        """Logits and hidden states of `step.logit_rows`; KV of every token is in the pool afterwards."""
+        with torch.inference_mode():
+            return self._decoder.forward(step, self._pool, layer_done)
