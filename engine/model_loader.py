@@ -15,10 +15,7 @@ _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"
 
 def open_weights(path: Path) -> WeightSource:
     """The checkpoint at `path`; the caller closes it. Raises `StartupError` in one line: what is wrong, what to do."""
-    if path.suffix.lower() in _PICKLED_SUFFIXES:
-        raise StartupError(
-            f"{path} is a pickle, which may run any code: convert the model to safetensors or GGUF", param="model"
-        )
+    refuse_pickle(path)
     if path.is_dir():
         return SafetensorsWeights(path)
     if not path.exists():
@@ -28,3 +25,11 @@ def open_weights(path: Path) -> WeightSource:
             f"{path} is one file of a checkpoint: give its directory, which has config.json", param="model"
         )
     return GgufWeights(path)
+
+
+def refuse_pickle(path: Path) -> None:
+    """Raises `StartupError` for a file whose name says that it is pickled."""
+    if path.suffix.lower() in _PICKLED_SUFFIXES:
+        raise StartupError(
+            f"{path} is a pickle, which may run any code: convert the model to safetensors or GGUF", param="model"
+        )

@@ -1,0 +1,153 @@
+"""From a worker's settings to a model that runs: weights, dtype, KV pool and backend, chosen once at start.
+
+    settings ─> weights ─> dtype ─> blocks ─> KV pool ─> backend ─> BuiltRunner
+
+Whatever `auto` had to give up is in `BuiltRunner.fallback`: the worker logs, counts and publishes it. What a user asked
+for by name is never replaced by something else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from cluster.errors import StartupError
+from cluster.kv_layout import KvLayout
+from cluster.model_files import resolve_model
+from cluster.worker_settings import WorkerSettings
+from engine.dtype import cpu_features, resolve_dtype
+from engine.kv_memory import KvMemory, layout_of
+from engine.model_config import ModelConfig
+from engine.model_loader import open_weights, refuse_pickle
+from engine.step import ModelRunner
+from engine.torch_runner import TorchRunner
+from engine.weights.weight_source import WeightSource
+
+MAX_DEFAULT_KV_BYTES = 2**30
+# Of what is free now: a machine runs several workers, and the weights of the next one must fit too.
+DEFAULT_KV_SHARE = 0.1
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """A second choice that was taken at start."""
+
+    component: str
+    wanted: str
+    used: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRunner:
+    """A model ready to run. Owned by the worker, which closes `memory` after its engine has stopped."""
+
+    runner: ModelRunner
+    memory: KvMemory
+    max_model_len: int
+    fallback: Fallback | None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.runner.config
+
+
+def build_runner(settings: WorkerSettings, *, shareable_pool: bool = False) -> BuiltRunner:
+    """Loads the model. With `shareable_pool`, the KV pool is a memfd that another process on this host may map.
+
+    Raises `StartupError` for whatever keeps the model from running. Side effect: sets torch's number of threads.
+    """
+    refuse_pickle(Path(settings.model))
+    torch.set_num_threads(settings.num_threads)
+    weights = open_weights(resolve_model(settings.model))
+    try:
+        max_model_len = model_length(settings, weights.config)
+        dtype = resolve_dtype(settings.dtype, torch.device("cpu"), cpu_features())
+        layout = layout_of(weights.config, dtype, settings.block_tokens)
+        memory = KvMemory(layout, num_blocks(settings, layout, free_memory_bytes()), shareable=shareable_pool)
+        try:
+            runner, fallback = _pick_backend(settings, weights, memory, max_model_len)
+        except BaseException:
+            memory.close()
+            raise
+        return BuiltRunner(runner, memory, max_model_len, fallback)
+    finally:
+        weights.close()
+
+
+def num_blocks(settings: WorkerSettings, layout: KvLayout, free_bytes: int) -> int:
+    """How many KV blocks the settings ask for; a share of `free_bytes` where they ask for nothing.
+
+    Raises `StartupError` when that is less than one block.
+    """
+    if settings.num_kv_blocks:
+        return settings.num_kv_blocks
+    size_bytes = settings.kv_cache_bytes or min(MAX_DEFAULT_KV_BYTES, int(DEFAULT_KV_SHARE * free_bytes))
+    if size_bytes < layout.block_bytes:
+        raise StartupError(
+            f"{size_bytes} bytes hold no KV block of {layout.block_bytes} bytes: set a larger kv_cache_bytes",
+            param="kv_cache_bytes",
+        )
+    return size_bytes // layout.block_bytes
+
+
+def model_length(settings: WorkerSettings, config: ModelConfig) -> int:
+    """The longest sequence. Raises `StartupError` beyond what the model was trained for."""
+    if settings.max_model_len > config.max_model_len:
+        raise StartupError(
+            f"max_model_len {settings.max_model_len} is beyond the model's own {config.max_model_len}: set less",
+            param="max_model_len",
+        )
+    return settings.max_model_len or config.max_model_len
+
+
+def free_memory_bytes() -> int:
+    """What this process may still allocate: the machine's free memory, or less where a cgroup says so."""
+    free: int = psutil.virtual_memory().available
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free  # no cgroup v2, or not one of ours to read
+    return free if limit == "max" else max(0, min(free, int(limit) - used))
+
+
+def _pick_backend(
+    settings: WorkerSettings, weights: WeightSource, memory: KvMemory, max_model_len: int
+) -> tuple[ModelRunner, Fallback | None]:
+    if settings.backend == "triton":
+        raise StartupError("backend triton does not run whole models yet: use auto, native or torch", param="backend")
+    if settings.backend == "torch":
+        if settings.quantization != "none":
+            raise StartupError(
+                f"backend torch keeps weights in the model's dtype: quantization {settings.quantization} "
+                "needs backend native",
+                param="quantization",
+            )
+        return TorchRunner(weights, memory, max_model_len=max_model_len), None
+    try:
+        return _native_runner(settings, weights, memory), None
+    except StartupError as error:
+        # Blocks of a file have the same values in torch, only larger; int8 and int4 are a user's own choice to round.
+        if settings.backend == "native" or settings.quantization in ("int8", "int4"):
+            raise
+        runner = TorchRunner(weights, memory, max_model_len=max_model_len)
+        return runner, Fallback("backend", wanted="native", used="torch", reason=error.message)
+
+
+def _native_runner(settings: WorkerSettings, weights: WeightSource, memory: KvMemory) -> ModelRunner:
+    # Not at the top: where the library was not built, this file must still import.
+    from engine.native_runner import NativeRunner
+
+    return NativeRunner(
+        weights.config,
+        weights,
+        memory,
+        dtype=memory.layout.dtype,
+        quantization=settings.quantization,
+        num_threads=settings.num_threads,
+    )
