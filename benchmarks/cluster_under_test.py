@@ -11,35 +11,25 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
-HTTP_URL = re.compile(r"http://(127\.0\.0\.1:\d+)")
-ANY_ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
+HTTP_URL = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
 class ClusterError(RuntimeError):
     """The cluster under test did not start, or says nothing about itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedCluster:
-    """Where a cluster is reached. `grpc_address` is empty where it is not known: then there are no timelines."""
-
-    url: str
-    grpc_address: str = ""
-
-
 @contextmanager
-def started_cluster(flags: Sequence[str], log_path: Path) -> Iterator[ServedCluster]:
-    """A ready cluster on free ports for as long as the block lasts. Its log goes to `log_path`.
+def started_cluster(flags: Sequence[str], log_path: Path) -> Iterator[str]:
+    """The URL of a ready cluster on free ports, for as long as the block lasts. Its log goes to `log_path`.
 
     Raises `ClusterError` with the end of the log when it does not become ready.
     """
     command = [sys.executable, "-c", "from deploy.cli import main; main()", "serve"]
-    command += ["--port", "0", "--grpc-port", "0", *flags]
+    command += ["--port", "0", *flags]
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=_environment())
         try:
@@ -53,7 +43,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def _wait_until_ready(process: subprocess.Popen[str], log_path: Path) -> ServedCluster:
+def _wait_until_ready(process: subprocess.Popen[str], log_path: Path) -> str:
     if process.stdout is None:
         raise ClusterError("standard output of `tandem serve` is not piped")
     deadline = time.monotonic() + READY_TIMEOUT_S
@@ -68,8 +58,7 @@ def _wait_until_ready(process: subprocess.Popen[str], log_path: Path) -> ServedC
                 tail = log_path.read_text(encoding="utf-8", errors="replace").strip()[-500:]
                 raise ClusterError(f"`tandem serve` ended with {process.wait()}: {tail or printed.strip()}")
             printed += line
-    others = [address for address in ANY_ADDRESS.findall(printed) if address != match.group(1)]
-    return ServedCluster(match.group(0), others[0] if others else "")
+    return match.group(0)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -3,7 +3,7 @@
     one stream       decode tokens/s, TTFT, ITL
     16 streams       decode tokens/s while all decode, TTFT, ITL p50 and p99
     prefill          tokens/s of a long prompt
-    KV handoff       bytes, exposed transfer and rate from the timelines (needs the gRPC front)
+    KV handoff       bytes, exposed transfer and rate from the timelines, where the server tells them
 
 Starts the default cluster by itself, or measures the server that `--url` names. Writes `first_measurement.json`, `.md`
 and `.png`. Every run has its own prompts, so no prefix cache helps.
@@ -22,14 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster_under_test import ClusterError, ServedCluster, started_cluster
+from benchmarks.cluster_under_test import ClusterError, started_cluster
 from benchmarks.first_measurement_report import write_report
 from benchmarks.load_run import LoadRun, run_closed_loop
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.openai_client import DIALECTS, Endpoint, OpenAiClient
 from benchmarks.request_record import RequestRecord
 from benchmarks.statistics import Interval, median_interval, percentile
-from benchmarks.timeline_probe import TimelineSample, probe_timelines
+from benchmarks.ttft_stages import TtftStages
 from benchmarks.workload import LengthLaw, Workload, plan_synthetic
 
 RUN_TIMEOUT_S = 300.0
@@ -80,9 +80,7 @@ class RunFailed(RuntimeError):
     """A request of a measurement failed, so there is no figure."""
 
 
-async def measure(
-    cluster: ServedCluster, endpoint: Endpoint, shape: Shape, progress: Callable[[str], None]
-) -> Measurement:
+async def measure(endpoint: Endpoint, shape: Shape, progress: Callable[[str], None]) -> Measurement:
     """All stages, one after another. Raises `RunFailed` when a request fails."""
     measurement = Measurement(describe_machine(), endpoint.model, shape)
     async with OpenAiClient(endpoint, RUN_TIMEOUT_S) as client:
@@ -91,8 +89,6 @@ async def measure(
         await _measure_single_stream(client, shape, measurement, progress)
         await _measure_batch(client, shape, measurement, progress)
         await _measure_prefill(client, shape, measurement, progress)
-        progress("KV handoff")
-        await _measure_handoff(cluster, shape, measurement)
         workers = await _worker_statuses(client)
     _add_transport_rates(measurement, workers)
     measurement.worker_details = _worker_details(workers)
@@ -130,26 +126,31 @@ async def _measure_prefill(
     client: OpenAiClient, shape: Shape, measurement: Measurement, progress: Callable[[str], None]
 ) -> None:
     rates, ttfts_ms = [], []
+    stages: list[TtftStages] = []
     for run in range(shape.runs):
         progress(f"prefill of {shape.prefill_tokens} tokens, run {run + 1} of {shape.runs}")
         (record,) = (await _run(client, 1, shape.prefill_tokens, 1, seed=200 + run)).records
         ttfts_ms.append(_ttft_ms(record))
         rates.append(shape.prefill_tokens / ttfts_ms[-1] * 1e3)
+        if record.stages is not None:
+            stages.append(record.stages)
     measurement.add(f"prefill of {shape.prefill_tokens} tokens, by TTFT", "tokens/s", rates)
     measurement.add(f"TTFT of a {shape.prefill_tokens}-token prompt", "ms", ttfts_ms)
+    _add_handoff(measurement, f"KV handoff of {shape.prefill_tokens} tokens", stages)
 
 
-async def _measure_handoff(cluster: ServedCluster, shape: Shape, measurement: Measurement) -> None:
-    name = f"KV handoff of {shape.prefill_tokens} tokens"
-    if not cluster.grpc_address:
-        measurement.missing[name] = "no gRPC address: give --grpc-address beside --url"
+def _add_handoff(measurement: Measurement, name: str, stages: Sequence[TtftStages]) -> None:
+    if not stages:
+        measurement.missing[name] = "the server tells no timeline"
         return
-    plan = plan_synthetic(_shape(shape.prefill_tokens, 1), np.arange(float(shape.runs)), seed=300)
-    samples = await probe_timelines(cluster.grpc_address, [request.token_ids for request in plan])
-    if not all(sample.transport for sample in samples):
+    if not all(one.transport for one in stages):
         measurement.missing[name] = "the prompts were prefilled where they were decoded: nothing was handed over"
         return
-    _add_handoff(measurement, name, samples)
+    measurement.add(f"{name}: size", "MB", [one.kv_bytes / 1e6 for one in stages])
+    measurement.add(f"{name}: exposed transfer", "ms", [one.exposed_transfer_ms for one in stages])
+    measurement.add(f"{name}: prefill compute", "ms", [one.prefill_compute_ms for one in stages])
+    rates = [one.kv_gb_per_s or 0.0 for one in stages]
+    measurement.add(f"{name}: rate while computing ({stages[0].transport})", "GB/s", rates)
 
 
 def _add_transport_rates(measurement: Measurement, workers: Sequence[dict[str, Any]]) -> None:
@@ -163,17 +164,6 @@ def _add_transport_rates(measurement: Measurement, workers: Sequence[dict[str, A
         measurement.add("KV transport alone, as the workers measured it", "GB/s", rates)
     else:
         measurement.missing["KV transport alone"] = "the workers report no measured rate"
-
-
-def _add_handoff(measurement: Measurement, name: str, samples: Sequence[TimelineSample]) -> None:
-    measurement.add(f"{name}: size", "MB", [sample.kv_bytes / 1e6 for sample in samples])
-    measurement.add(f"{name}: exposed transfer", "ms", [sample.exposed_transfer_ms for sample in samples])
-    measurement.add(f"{name}: prefill compute", "ms", [sample.prefill_compute_ms for sample in samples])
-    measurement.add(
-        f"{name}: rate while computing ({samples[0].transport})",
-        "GB/s",
-        [sample.kv_gb_per_s or 0.0 for sample in samples],
-    )
 
 
 def rate_while_all_decode(records: Sequence[RequestRecord]) -> float:
@@ -256,7 +246,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="directory for the results")
     parser.add_argument("--url", default="", help="measure this server instead of starting a cluster")
-    parser.add_argument("--grpc-address", default="", help="its gRPC front, for the KV handoff's timelines")
     parser.add_argument("--dialect", choices=DIALECTS, default="tandem", help="how the server counts tokens")
     parser.add_argument("--serve-flag", action="append", default=[], help="passed on to `tandem serve`; repeatable")
     parser.add_argument("--runs", type=int, default=DEFAULT_SHAPE.runs)
@@ -270,13 +259,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     shape = Shape(runs=arguments.runs, batch_streams=arguments.streams, prefill_tokens=arguments.prefill_tokens)
-    given = nullcontext(ServedCluster(arguments.url.rstrip("/").removesuffix("/v1"), arguments.grpc_address))
+    given = nullcontext(arguments.url)
     source = given if arguments.url else started_cluster(arguments.serve_flag, arguments.out / "cluster.log")
     try:
-        with source as cluster:
-            model = asyncio.run(_served_model(cluster.url))
-            endpoint = Endpoint(cluster.url, model, arguments.dialect)
-            measurement = asyncio.run(measure(cluster, endpoint, shape, _say))
+        with source as url:
+            endpoint = Endpoint(url, asyncio.run(_served_model(url)), arguments.dialect)
+            measurement = asyncio.run(measure(endpoint, shape, _say))
             measurement.flags = tuple(arguments.serve_flag)
     except (ClusterError, ConnectionError, RunFailed) as error:
         print(f"first measurement: {error}", file=sys.stderr)

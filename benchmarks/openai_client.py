@@ -22,12 +22,14 @@ import httptools
 from benchmarks.workload import PlannedRequest
 
 # How a server is told to count tokens in a stream, and to go on to the wanted length.
-#   tandem, vllm: usage in every chunk; ignore_eos and min_tokens
+#   tandem: usage in every chunk; ignore_eos and min_tokens; the request's timeline in the last chunk
+#   vllm: the same without the timeline
 #   llamacpp: timings in every chunk; ignore_eos
 #   openai: usage in the last chunk only; the answer may end early
 Dialect = Literal["tandem", "vllm", "llamacpp", "openai"]
 DIALECTS: tuple[Dialect, ...] = ("tandem", "vllm", "llamacpp", "openai")
 
+TIMELINE_HEADER = "X-Tandem-Timeline"
 CONNECT_TIMEOUT_S = 10.0
 # An idle connection that is older is not used again: servers close theirs after about five seconds (uvicorn's default).
 IDLE_REUSE_S = 2.0
@@ -179,6 +181,8 @@ class OpenAiClient:
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
         ]
+        if self.endpoint.dialect == "tandem":
+            lines.append(f"{TIMELINE_HEADER}: 1")
         if self.endpoint.api_key:
             lines.append(f"Authorization: Bearer {self.endpoint.api_key}")
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

@@ -13,6 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ttft_stages import TtftStages, stages_from_row
+
 SCHEMA_VERSION = 1
 
 
@@ -54,6 +56,7 @@ class RequestRecord:
     prompt_tokens: int = 0
     cached_tokens: int | None = None  # None: not reported
     shareable_tokens: int = 0
+    stages: TtftStages | None = None  # None: the server does not tell
 
     @property
     def is_ok(self) -> bool:
@@ -127,4 +130,5 @@ def _from_row(row: dict[str, Any]) -> RequestRecord:
     row["outcome"] = Outcome(row["outcome"])
     row["chunk_times_s"] = tuple(row["chunk_times_s"])
     row["chunk_tokens"] = tuple(row["chunk_tokens"])
+    row["stages"] = stages_from_row(row["stages"])
     return RequestRecord(**row)

@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.openai_client import StreamCapture
 from benchmarks.request_record import Outcome, RequestRecord
+from benchmarks.ttft_stages import TtftStages, stages_from_json
 from benchmarks.workload import PlannedRequest
 
 MAX_DETAIL_CHARS = 300
@@ -51,6 +52,7 @@ def read_stream(
         prompt_tokens=reading.prompt_tokens or len(planned.token_ids),
         cached_tokens=reading.cached_tokens,
         shareable_tokens=planned.shareable_tokens,
+        stages=reading.stages,
     )
 
 
@@ -90,6 +92,7 @@ class _Reading:
     request_id: str = ""
     prompt_tokens: int = 0
     cached_tokens: int | None = None
+    stages: TtftStages | None = None
 
     @property
     def text(self) -> str:
@@ -124,6 +127,8 @@ def _read_chunk(reading: _Reading, chunk: dict[str, Any], time_s: float) -> bool
     if "error" in chunk:
         reading.error = json.dumps(chunk["error"])
         return False
+    if timeline := (chunk.get("tandem") or {}).get("timeline"):
+        reading.stages = stages_from_json(timeline)
     reading.request_id = reading.request_id or str(chunk.get("id") or "")
     choice = chunk["choices"][0] if chunk.get("choices") else {}
     reading.finish_reason = choice.get("finish_reason") or reading.finish_reason

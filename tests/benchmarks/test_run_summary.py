@@ -20,7 +20,10 @@ from benchmarks.run_summary import (
     write_summary_csv,
     write_summary_json,
 )
+from benchmarks.ttft_stages import TtftStages
 from tests.benchmarks.made_records import made_record
+
+STAGES = TtftStages(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7, "shm")
 
 
 def _run(records: list[RequestRecord], duration_s: float = 20.0, *, hit_limit: bool = False) -> LoadRun:
@@ -114,7 +117,7 @@ def test_written_rows_carry_the_schema_version_and_no_nan(tmp_path: Path) -> Non
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
-    records = [*_steady()[:3], made_record(3, 0.3, outcome=Outcome.TIMEOUT, cached_tokens=4)]
+    records = [*_steady()[:3], made_record(3, 0.3, outcome=Outcome.TIMEOUT, cached_tokens=4, stages=STAGES)]
     write_records(tmp_path / "records.jsonl", {"seed": 7}, records)
     header, read = read_records(tmp_path / "records.jsonl")
     assert header["seed"] == 7

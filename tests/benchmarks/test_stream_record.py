@@ -103,6 +103,15 @@ def test_usage_details_give_the_cache_hits() -> None:
     assert _record([(0.1, chunk("a", 1)), (0.1, "[DONE]")]).cached_tokens is None
 
 
+def test_a_timeline_in_the_last_chunk_becomes_stages() -> None:
+    timeline = {"placedUs": "1500", "prefillComputeUs": "90000", "transferTotalUs": "92000", "kvBytes": "46000000"}
+    last = json.dumps({"choices": [], "tandem": {"timeline": timeline | {"transport": "shm"}}})
+    stages = _record([(0.1, chunk("a", 1)), (0.1, last), (0.1, "[DONE]")]).stages
+    assert stages is not None
+    assert (stages.route_ms, stages.stage_ms("prefill_compute"), stages.transport) == (1.5, 90.0, "shm")
+    assert stages.kv_gb_per_s == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize(
     ("timed", "capture", "outcome"),
     [
