@@ -6,22 +6,16 @@ scripts, administration or anything marked dangerous. What it holds is soft stat
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import StartupError
-from cluster.redis_client import RedisClient, RedisUnavailable
-from cluster.redis_version import known_faults
 from cluster.rpc_security import new_secret, write_secret
 
 USER = "tandem"
 # A thousand workers' records and event streams take some 100 MB.
 MAX_MEMORY = "256mb"
-READY_POLL_S = 0.01
 
 _CONFIGURATION = """\
 port 0
@@ -37,8 +31,6 @@ enable-module-command no
 user default off
 user {user} on #{password_sha256} ~tandem:* &tandem:* +@all -@scripting -@admin -@dangerous +info
 """
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +60,6 @@ def prepare_embedded_redis(runtime_dir: Path) -> EmbeddedRedis:
     write_secret(configuration, _configuration(runtime_dir, socket, password))
     command = (str(binary), str(configuration))
     return EmbeddedRedis(command, f"unix://{USER}@{socket}", password_file, socket)
-
-
-async def wait_for_redis(redis: RedisClient, timeout_s: float) -> None:
-    """Returns once it answers; warns when its version has known faults. Raises `StartupError` after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            server_info = await redis.run(lambda client: client.info("server"))
-            break
-        except RedisUnavailable as error:
-            if time.monotonic() >= deadline_s:
-                raise StartupError(f"Redis did not answer within {timeout_s:.0f} s: {error}") from None
-            await asyncio.sleep(READY_POLL_S)
-    faults = known_faults(server_info)
-    if faults:
-        _log.warning("the Redis server has known faults", extra={"faults": faults})
 
 
 def _configuration(runtime_dir: Path, socket: Path, password: str) -> str:

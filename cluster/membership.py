@@ -22,6 +22,7 @@ from tandem.v1 import membership_pb2
 from cluster.identity import Incarnation, WorkerId
 from cluster.membership_state import MembershipChange, MembershipState
 from cluster.redis_client import RedisClient, RedisUnavailable
+from cluster.redis_version import known_faults
 
 WORKER_KEY_PREFIX = b"tandem:worker:"
 # A record outlives two lost heartbeats.
@@ -153,8 +154,16 @@ class MembershipView:
             self._link.lost(error)
             return
         self._link.healthy()
+        if self._last_contact_s is None:
+            await self._warn_about_server()
         self._last_contact_s = self._clock()
         self._publish(self._state.listed(records, self._clock()))
+
+    async def _warn_about_server(self) -> None:
+        with contextlib.suppress(RedisUnavailable):
+            faults = known_faults(await self._redis.run(lambda redis: redis.info("server")))
+            if faults:
+                _log.warning("the Redis server has known faults", extra={"faults": faults})
 
     def _publish(self, changes: list[MembershipChange]) -> None:
         for change in changes:

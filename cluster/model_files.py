@@ -58,8 +58,9 @@ def models_directory() -> Path:
 def find_model(name_or_path: str) -> Path | None:
     """The model's file or directory on this machine, or None. A path is meant where there is one."""
     known = KNOWN_MODELS.get(name_or_path)
-    candidates = [Path(name_or_path).expanduser(), models_directory() / name_or_path]
-    candidates.append(models_directory() / (known.file_name if known else f"{name_or_path}.gguf"))
+    name = name_or_path.rpartition("/")[2]  # a hub name's owner has no part in the cache
+    file_name = known.file_name if known else f"{name}.gguf"
+    candidates = (Path(name_or_path).expanduser(), models_directory() / name, models_directory() / file_name)
     return next((path for path in candidates if _is_model(path)), None)
 
 

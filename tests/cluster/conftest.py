@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.embedded_redis import EmbeddedRedis, prepare_embedded_redis, wait_for_redis
+from cluster.embedded_redis import EmbeddedRedis, prepare_embedded_redis
 from cluster.guarded_exec import guarded_command
-from cluster.redis_client import RedisClient
+from cluster.redis_client import RedisClient, RedisUnavailable
 
 READY_TIMEOUT_S = 10.0
 
@@ -35,7 +35,10 @@ class RedisServer:
     async def start(self) -> None:
         command = guarded_command(os.getpid(), self.embedded.command)
         self._process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
-        await wait_for_redis(self.client(), READY_TIMEOUT_S)
+        client = self.client()
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            while not await _answers(client):  # noqa: ASYNC110  another process has no event to set
+                await asyncio.sleep(0.005)
 
     async def kill(self) -> None:
         if self._process is not None:
@@ -66,6 +69,14 @@ class RedisServer:
         if self._process is None:
             raise RuntimeError("the server is not running")
         self._process.send_signal(number)
+
+
+async def _answers(client: RedisClient) -> bool:
+    try:
+        await client.run(lambda redis: redis.ping())
+    except RedisUnavailable:
+        return False
+    return True
 
 
 @pytest.fixture

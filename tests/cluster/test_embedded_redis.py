@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.embedded_redis import prepare_embedded_redis, wait_for_redis
-from cluster.errors import StartupError
+from cluster.embedded_redis import prepare_embedded_redis
 from cluster.redis_client import RedisClient, RedisUnavailable
 from tests.cluster.conftest import RedisServer
 
@@ -62,13 +61,6 @@ async def test_client_without_the_password_is_refused(redis_server: RedisServer)
 async def test_s_b14_user_has_no_scripting_admin_or_dangerous_command(redis_server: RedisServer, command: str) -> None:
     with pytest.raises(RedisUnavailable):
         await redis_server.client().run(lambda redis: redis.execute_command(*command.split()))  # type: ignore[no-untyped-call]
-
-
-async def test_silent_server_is_a_startup_error(runtime_dir: Path) -> None:
-    client = RedisClient(f"unix://{runtime_dir}/none.sock")
-    with pytest.raises(StartupError, match="did not answer"):
-        await wait_for_redis(client, 0.05)
-    await client.close()
 
 
 async def test_sigkill_of_the_parent_ends_the_server(runtime_dir: Path) -> None:

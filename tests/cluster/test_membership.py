@@ -151,6 +151,17 @@ async def test_view_starts_without_redis_and_without_waiting(redis_server: Redis
         assert view.age_s is None
 
 
+async def test_s_b14_server_with_known_faults_is_named_at_first_contact(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The embedded server has none that is known today: this one's version becomes faulty.
+    fixed_by_branch = {"redis": {}, "valkey": {(9, 1): (9, 1, 99)}}
+    monkeypatch.setattr("cluster.redis_version._LUA_FIXED", fixed_by_branch)
+    async with viewing(redis_server) as (view, _):
+        await until(lambda: view.age_s is not None)
+    assert any("CVE-2025-49844" in getattr(record, "faults", "") for record in caplog.records)
+
+
 async def test_unreadable_record_is_skipped(redis_server: RedisServer) -> None:
     await redis_server.client().run(lambda redis: redis.set(b"tandem:worker:odd", b"\xff\xff"))
     async with viewing(redis_server) as (view, _), registered(redis_server):

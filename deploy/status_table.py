@@ -1,0 +1,111 @@
+"""`tandem status`: what `/statusz` says, as tables. Knows the field names of `tandem.v1.WorkerStatus`, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Status = Mapping[str, Any]
+
+
+def status_tables(status: Status) -> Group:
+    """Pools with load and block conservation, then second choices that were taken, then KV links."""
+    workers = sorted(status.get("workers", ()), key=lambda worker: (worker["role"], worker["worker_id"]))
+    parts: list[RenderableType] = [_headline(status, workers), _workers(workers)]
+    parts += [table for table in (_fallbacks(status, workers), _links(workers)) if table.row_count]
+    return Group(*parts)
+
+
+def conservation_errors(status: Status) -> list[str]:
+    """Workers that lost count of their blocks; empty as long as all is well."""
+    return [
+        f"{worker['worker_id']}: {worker['block_conservation_error']} blocks are unaccounted for"
+        for worker in status.get("workers", ())
+        if int(worker.get("block_conservation_error", 0)) != 0
+    ]
+
+
+def _headline(status: Status, workers: list[Status]) -> Text:
+    roles = [str(worker["role"]) for worker in workers]
+    pools = " + ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles)) or "no workers"
+    return Text(f"{status.get('model', 'no model')} · {pools}", style="bold")
+
+
+def _workers(workers: list[Status]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("worker", "role", "state"):
+        table.add_column(name)
+    for name in ("running", "waiting", "KV in use", "cached", "quarantined", "step ms", "tokens/s", "lost blocks"):
+        table.add_column(name, justify="right")
+    for worker in workers:
+        load = worker.get("load", {})
+        lost = int(worker.get("block_conservation_error", 0))
+        table.add_row(
+            str(worker["worker_id"]),
+            str(worker["role"]),
+            _state(worker),
+            str(load.get("running_requests", 0)),
+            str(load.get("waiting_requests", 0)),
+            _usage(load),
+            str(load.get("cached_blocks", 0)),
+            str(load.get("quarantined_blocks", 0)),
+            f"{float(load.get('step_ms', 0)):.1f}",
+            f"{float(load.get('tokens_per_s', 0)):.1f}",
+            Text(str(lost), style="bold red" if lost else ""),
+        )
+    return table
+
+
+def _state(worker: Status) -> Text:
+    load = worker.get("load", {})
+    if load.get("draining"):
+        return Text("draining", style="yellow")
+    if load.get("admission_stopped"):
+        return Text("admission stopped", style="red")
+    state = str(worker.get("state", "ready"))
+    return Text(state, style="green" if state == "ready" else "yellow")
+
+
+def _usage(load: Status) -> str:
+    total, free = int(load.get("total_blocks", 0)), int(load.get("free_blocks", 0))
+    return f"{(total - free) / total:.0%} of {total}" if total else "-"
+
+
+def _fallbacks(status: Status, workers: list[Status]) -> Table:
+    table = Table(title="fallbacks", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("where", "component", "wanted", "used", "times", "reason"):
+        table.add_column(name)
+    for where, fallback in _all_fallbacks(status, workers):
+        row = [str(fallback.get(key, "")) for key in ("component", "wanted", "used", "count", "reason")]
+        table.add_row(where, *row)
+    return table
+
+
+def _all_fallbacks(status: Status, workers: list[Status]) -> Iterator[tuple[str, Status]]:
+    for fallback in status.get("fallbacks", ()):
+        yield "router", fallback
+    for worker in workers:
+        for fallback in worker.get("fallbacks", ()):
+            yield str(worker["worker_id"]), fallback
+
+
+def _links(workers: list[Status]) -> Table:
+    table = Table(title="KV links", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("from", "to", "transport", "GB/s", "state", "why"):
+        table.add_column(name)
+    for worker in workers:
+        for peer in worker.get("peers", ()):
+            speed = float(peer.get("measured_gb_per_s", 0))
+            table.add_row(
+                str(worker["worker_id"]),
+                str(peer.get("worker_id", "")),
+                str(peer.get("transport", "")),
+                f"{speed:.1f}" if speed else "-",
+                str(peer.get("state", "")),
+                str(peer.get("reason", "")),
+            )
+    return table

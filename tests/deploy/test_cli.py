@@ -1,0 +1,153 @@
+"""The `tandem` command as a user meets it: a process, its output, its exit status."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 60
+# Half of it is Python itself; a user must not wait for torch or gRPC to read a help text.
+HELP_BUDGET_S = 1.5
+
+
+def tandem(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from deploy.cli import main; main()", *arguments],
+        env={**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'proto'}", **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def assert_one_line(ended: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """Exit status 2 and a single line on stderr that holds each part; nothing on stdout."""
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stdout == ""
+    lines = ended.stderr.splitlines()
+    assert lines[-1].startswith("tandem: "), ended.stderr
+    assert all(line == "stopping what was started …" for line in lines[:-1])
+    assert "Traceback" not in ended.stderr
+    for part in parts:
+        assert part in lines[-1]
+
+
+def test_help_teaches_with_examples_and_is_quick() -> None:
+    started_s = time.monotonic()
+    ended = tandem("--help")
+    assert time.monotonic() - started_s < HELP_BUDGET_S
+    assert ended.returncode == 0
+    for command in ("serve", "generate", "status", "model", "key", "version"):
+        assert command in ended.stdout
+    assert "tandem generate" in ended.stdout
+
+
+def test_help_imports_neither_torch_nor_grpc() -> None:
+    program = (
+        "import sys\nfrom deploy.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'torch', 'grpc', 'httpx', 'pydantic', 'redis'} & set(sys.modules)))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+    )
+    assert ended.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--config", "--model", "--dtype", "--backend", "--prefill", "--decode", "--aggregated", "--transport",
+     "--block-tokens", "--host", "--port", "--grpc-port", "--redis-url", "--seed", "--quantization", "--num-threads"],
+)  # fmt: skip
+def test_serve_has_the_flag(flag: str, serve_help: str) -> None:
+    assert flag in serve_help
+
+
+@pytest.fixture(scope="module")
+def serve_help() -> str:
+    return tandem("serve", "--help", COLUMNS="160").stdout
+
+
+def test_missing_model_says_what_to_do(tmp_path: Path) -> None:
+    assert_one_line(tandem("serve", TANDEM_HOME=str(tmp_path)), "tandem model fetch SmolLM2-135M-Instruct")
+
+
+def test_corrupt_model_says_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"\x00" * 100)
+    assert_one_line(tandem("serve", "--model", str(path)), str(path), "not a GGUF file")
+
+
+def test_damaged_default_model_says_how_to_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF cut short")
+    assert_one_line(tandem("serve", TANDEM_HOME=str(tmp_path)), "damaged", "tandem model fetch")
+
+
+def test_unreadable_config_names_file_line_and_key(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: m\ndecode:\n  wrokers: 2\n")
+    ended = tandem("serve", "--config", str(path))
+    assert_one_line(ended, f"{path}:3: decode.wrokers: unknown key; did you mean 'workers'?")
+    assert_one_line(tandem("serve", "--config", str(tmp_path / "none.yaml")), "cannot be read: No such file")
+
+
+def test_busy_port_names_the_port_and_the_flag(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = tandem("serve", "--model", str(model), "--port", port, TANDEM_RUNTIME_DIR=str(tmp_path / "run"))
+    assert_one_line(ended, f"127.0.0.1:{port}", "--port")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+def test_open_address_without_keys_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "m.gguf"
+    model.write_bytes(b"GGUF")
+    assert_one_line(tandem("serve", "--model", str(model), "--host", "0.0.0.0"), "tandem key create")  # noqa: S104
+
+
+def test_flags_that_cannot_serve_are_one_line() -> None:
+    assert_one_line(tandem("serve", "--decode", "0"), "no worker decodes")
+
+
+def test_status_and_generate_without_a_cluster_say_how_to_start_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    assert_one_line(tandem("status", "--url", url), url, "tandem serve")
+    assert_one_line(tandem("generate", "hello", "--url", url), url, "tandem serve")
+
+
+def test_key_is_shown_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "keys.txt"
+    ended = tandem("key", "create", "alice", "--file", str(file))
+    key = ended.stdout.strip()
+    assert ended.returncode == 0
+    assert len(key) > 40
+    assert key not in file.read_text()
+    assert file.read_text().startswith("alice ")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert_one_line(tandem("key", "create", "alice", "--file", str(file)), "alice already")
+    assert_one_line(tandem("key", "create", "a b", "--file", str(file)), "'a b'")
+
+
+def test_version_names_what_it_runs_on() -> None:
+    ended = tandem("version")
+    assert ended.returncode == 0
+    assert ended.stdout.startswith("tandem ")
+    assert "torch " in ended.stdout
+
+
+def test_wrong_option_is_status_2() -> None:
+    ended = tandem("serve", "--no-such-flag")
+    assert ended.returncode == 2
+    assert "--no-such-flag" in ended.stderr

@@ -1,0 +1,50 @@
+"""`tandem status` shows pools, load and lost blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from deploy.status_table import conservation_errors, status_tables
+
+WORKER: dict[str, Any] = {
+    "worker_id": "decode-0",
+    "role": "decode",
+    "load": {"running_requests": 3, "total_blocks": 200, "free_blocks": 150, "tokens_per_s": 88.25, "step_ms": 9.5},
+    "block_conservation_error": "0",
+    "fallbacks": [
+        {"component": "kernel", "wanted": "native", "used": "torch", "reason": "no AVX-512", "count": 1}
+    ],
+    "peers": [
+        {"worker_id": "prefill-0", "transport": "shm", "measured_gb_per_s": 5.1, "state": "up", "reason": "same host"}
+    ],
+}  # fmt: skip
+STATUS = {"model": "m", "workers": [WORKER, {**WORKER, "worker_id": "prefill-0", "role": "prefill", "peers": []}]}
+
+
+def printed(status: dict[str, Any]) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(status_tables(status))
+    return capture.get()
+
+
+def test_tables_show_pools_load_fallbacks_and_links() -> None:
+    text = printed(STATUS)
+    for part in ("m · 1 decode + 1 prefill", "25% of 200", "88.2", "no AVX-512", "shm", "5.1", "same host"):
+        assert part in text
+
+
+def test_worker_that_is_just_starting_is_shown_without_load() -> None:
+    assert "prefill-0" in printed({"workers": [{"worker_id": "prefill-0", "role": "prefill", "state": "starting"}]})
+
+
+def test_no_workers_is_said() -> None:
+    assert "no workers" in printed({"model": "m", "workers": []})
+
+
+def test_lost_blocks_are_an_error_that_names_the_worker() -> None:
+    assert conservation_errors(STATUS) == []
+    broken = {"workers": [{**WORKER, "block_conservation_error": 2}]}
+    assert conservation_errors(broken) == ["decode-0: 2 blocks are unaccounted for"]
