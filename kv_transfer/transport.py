@@ -61,6 +61,14 @@ class FrameSink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """The ticket of a frame whose source bytes are free already: the transport copied or sent them."""
+
+    done: bool = True
+    error: str = ""
+
+
 class SendTicket(Protocol):
     """One posted frame."""
 

@@ -1,0 +1,122 @@
+"""The two ends of a pair's link: a decode worker's receivers, and the prefill worker's choice among what they offer.
+
+The choice is by the receiver's order of preference and by locality, and it is measured before it is used: what is
+slower than `min_bandwidth` is passed over, and the reason stands in the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.v1 import handoff_pb2
+
+from cluster.errors import KvTransferFailed, StartupError
+from kv_transfer.hello import usable_offers
+from kv_transfer.layer_groups import LinkCosts
+from kv_transfer.link_probe import check_bandwidth, measure_link
+from kv_transfer.transport import FrameSink, Receiver, Sender
+from kv_transfer.transports.connection_gate import NONCE_BYTES, ConnectionGate
+from kv_transfer.transports.shm import ShmReceiver, ShmSender
+from kv_transfer.transports.tcp import TcpReceiver, TcpSender
+
+MakeSender = Callable[[str, bytes, int], Sender]
+
+SENDERS: dict[str, MakeSender] = {"shm": ShmSender, "tcp": TcpSender}
+# These need both workers on one host.
+LOCAL_TRANSPORTS = frozenset({"shm"})
+
+_log = logging.getLogger(__name__)
+
+
+def read_host_id() -> str:
+    """The same for all processes that may share memory: the kernel's boot id."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+class ReceivingEnds:
+    """A decode worker's receivers, one for each transport, behind one gate. Owned by the worker process."""
+
+    def __init__(
+        self, transports: Sequence[str], runtime_dir: Path, worker_id: str, sink: FrameSink, host: str
+    ) -> None:
+        """Raises `StartupError` for an unknown transport or an address that cannot be listened on."""
+        self.gate = ConnectionGate()
+        self._host_id = read_host_id()
+        self._receivers: list[Receiver] = []
+        try:
+            for name in transports:
+                if name == "shm":
+                    self._receivers.append(ShmReceiver(runtime_dir / f"kv-{worker_id}.sock", self.gate, sink))
+                elif name == "tcp":
+                    self._receivers.append(TcpReceiver(host, self.gate, sink))
+                else:
+                    known = ", ".join(SENDERS)
+                    raise StartupError(f"transport {name!r} is not known: choose among {known}", param="transports")
+        except OSError as error:
+            self.close()
+            raise StartupError(f"cannot listen for KV over {name}: {error}", param="transports") from error
+
+    def offers(self) -> list[handoff_pb2.TransportOffer]:
+        """What goes into Hello, in order of preference."""
+        return [
+            handoff_pb2.TransportOffer(name=receiver.name, address=receiver.address, host_id=self._host_id)
+            for receiver in self._receivers
+        ]
+
+    def new_session(self, peer: str) -> bytes:
+        """A nonce that lets this peer's connections in until it is revoked at the gate."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.gate.admit(peer, nonce)
+        return nonce
+
+    def close(self) -> None:
+        for receiver in self._receivers:
+            receiver.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenLink:
+    """A connected sender, what it costs, and why it was chosen."""
+
+    sender: Sender
+    costs: LinkCosts
+    reason: str
+
+
+def connect_best(
+    hello: handoff_pb2.Hello,
+    supported: Sequence[str],
+    min_bytes_per_s: float = 0.0,
+    throttle_bytes_per_s: int = 0,
+) -> ChosenLink:
+    """Connects over the first offer that works and is fast enough. Blocks for as long as the probe takes.
+
+    Raises `KvTransferFailed` with what was wrong with each offer.
+    """
+    offers = usable_offers(hello.transports, supported, read_host_id(), lambda name: name in LOCAL_TRANSPORTS)
+    passed_over = []
+    for offer in offers:
+        sender = None
+        try:
+            sender = SENDERS[offer.name](offer.address, hello.session_nonce, 0)
+            costs = measure_link(sender)
+            check_bandwidth(costs, min_bytes_per_s, offer.name)
+            if throttle_bytes_per_s:
+                sender.close()
+                sender = SENDERS[offer.name](offer.address, hello.session_nonce, throttle_bytes_per_s)
+                costs = LinkCosts(throttle_bytes_per_s, costs.operation_s)
+        except KvTransferFailed as error:
+            if sender is not None:
+                sender.close()
+            passed_over.append(f"{offer.name}: {error.message}")
+            _log.warning("transport %s to %s passed over: %s", offer.name, hello.identity.worker_id, error.message)
+            continue
+        place = "same host" if offer.name in LOCAL_TRANSPORTS else "any host"
+        reason = f"first of the receiver's choice that works ({place})"
+        return ChosenLink(sender, costs, "; ".join([reason, *passed_over]))
+    tried = "; ".join(passed_over) or "none of the offers is usable here"
+    raise KvTransferFailed(f"no transport to {hello.identity.worker_id}: {tried}", stage="transfer")

@@ -1,0 +1,193 @@
+"""Where frames may land: the decode worker's gate between a transport's thread and the KV pool.
+
+    OPEN ──fence──> FENCED ──last frame closed──> silent (its callback runs, the entry is gone)
+
+A frame is let in while its (transfer, epoch) is OPEN, its cells lie in what was reserved, and none of them has verified
+before; everything else is refused, drained by the transport and counted. Once `fence` has called back, no byte of that
+attempt can reach a block: that is when its blocks may be given to somebody else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.identity import BlockRef, TransferId
+from kv_transfer.coverage import CellCoverage, CellRange
+from kv_transfer.frame import root_digest
+from kv_transfer.kv_memory import KvMemory
+from kv_transfer.transport import FrameHeader
+
+# Frames that measure the link belong to no attempt: attempts count from 1.
+PROBE_EPOCH = 0
+
+# Called from a transport's thread after each frame of a transfer: (transfer, epoch).
+FrameListener = Callable[[TransferId, int], None]
+# Called from a transport's thread when a connection has ended: (peer, reason).
+PeerListener = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What came in for one attempt: `missing` and `is_complete` speak of verified cells, the rest of all frames."""
+
+    is_complete: bool
+    missing: tuple[CellRange, ...]
+    num_frames: int
+    num_bytes: int
+    root_digest: bytes
+    num_complete_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LandingCounts:
+    """Since the start, over all transfers."""
+
+    frames: int
+    num_bytes: int
+    stale_frames: int
+    bad_digests: int
+    refused_frames: int
+    live: int
+
+
+@dataclass(slots=True)
+class _Landing:
+    destination: tuple[BlockRef, ...]
+    first_block: int
+    coverage: CellCoverage
+    on_frame: FrameListener
+    is_fenced: bool = False
+    pins: int = 0
+    on_silent: Callable[[], None] | None = None
+    digests: dict[int, bytes] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class LandingTable:
+    """Implements `kv_transfer.transport.FrameSink`. Safe to call from any thread; no call waits for a transport."""
+
+    def __init__(self, memory: KvMemory, on_peer_gone: PeerListener | None = None) -> None:
+        self._memory = memory
+        self._on_peer_gone = on_peer_gone
+        self._landings: dict[tuple[TransferId, int], _Landing] = {}
+        self._lock = threading.Lock()
+        self._frames = self._num_bytes = self._stale = self._bad = self._refused = 0
+
+    # --- the coordinator's side -----------------------------------------------------------------------------------
+
+    def open(
+        self,
+        transfer_id: TransferId,
+        epoch: int,
+        destination: Sequence[BlockRef],
+        first_block: int,
+        on_frame: FrameListener,
+    ) -> None:
+        """Lets frames in for blocks [first_block, first_block + len(destination)) of the prompt."""
+        coverage = CellCoverage(self._memory.layout.num_layers, first_block, len(destination))
+        with self._lock:
+            if (transfer_id, epoch) in self._landings:
+                raise ValueError("this attempt is open already")
+            self._landings[transfer_id, epoch] = _Landing(tuple(destination), first_block, coverage, on_frame)
+
+    def arrived(self, transfer_id: TransferId, epoch: int) -> Arrived | None:
+        """What has verified so far; None when the attempt is not open."""
+        with self._lock:
+            landing = self._landings.get((transfer_id, epoch))
+            if landing is None:
+                return None
+            return Arrived(
+                landing.coverage.is_complete,
+                landing.coverage.missing(),
+                len(landing.digests),
+                landing.num_bytes,
+                root_digest([landing.digests[seq] for seq in sorted(landing.digests)]),
+                landing.coverage.num_complete_blocks(),
+            )
+
+    def matches_root(self, transfer_id: TransferId, epoch: int, expected: bytes) -> bool:
+        """Whether the frames that arrived are those that were sent, in full."""
+        arrived = self.arrived(transfer_id, epoch)
+        return arrived is not None and hmac.compare_digest(arrived.root_digest, expected)
+
+    def fence(self, transfer_id: TransferId, epoch: int, on_silent: Callable[[], None]) -> None:
+        """Refuses all further frames; calls back (here, or from a transport's thread) once none can land any more."""
+        with self._lock:
+            landing = self._landings.get((transfer_id, epoch))
+            if landing is not None:
+                landing.is_fenced = True
+                if landing.pins > 0:
+                    landing.on_silent = on_silent
+                    return
+                del self._landings[transfer_id, epoch]
+        on_silent()
+
+    def counts(self) -> LandingCounts:
+        with self._lock:
+            return LandingCounts(
+                self._frames, self._num_bytes, self._stale, self._bad, self._refused, len(self._landings)
+            )
+
+    # --- the transport's side -------------------------------------------------------------------------------------
+
+    def open_frame(self, header: FrameHeader) -> list[memoryview] | None:
+        """Where the payload goes, block by block; None: drain and drop it."""
+        cells = _cells(header)
+        with self._lock:
+            landing = self._landings.get((header.transfer_id, header.epoch))
+            if landing is None or landing.is_fenced:
+                self._stale += header.epoch != PROBE_EPOCH
+                return None
+            expected_bytes = header.num_layers * header.num_blocks * self._memory.layout.cell_bytes
+            # A cell that has verified is never written again: a late duplicate cannot spoil it.
+            if (
+                header.num_bytes != expected_bytes
+                or not landing.coverage.contains(cells)
+                or landing.coverage.any_covered(cells)
+                or header.seq in landing.digests
+            ):
+                self._refused += 1
+                return None
+            landing.pins += 1
+            first = header.first_block - landing.first_block
+            blocks = landing.destination[first : first + header.num_blocks]
+        return [self._memory.run(ref.block, header.first_layer, header.num_layers) for ref in blocks]
+
+    def close_frame(self, header: FrameHeader, arrived_digest: bytes | None) -> None:
+        """The payload is in place with this digest, or (None) the connection broke in the middle of it."""
+        on_silent = on_frame = None
+        with self._lock:
+            landing = self._landings[header.transfer_id, header.epoch]
+            landing.pins -= 1
+            if landing.is_fenced:
+                if landing.pins == 0:
+                    del self._landings[header.transfer_id, header.epoch]
+                    on_silent = landing.on_silent
+            elif arrived_digest is not None:
+                on_frame = landing.on_frame
+                self._frames += 1
+                self._num_bytes += header.num_bytes
+                # The root is over what the sender said, so it stays comparable when a bad frame is sent again; the
+                # coverage is over what verified.
+                landing.digests[header.seq] = header.digest
+                landing.num_bytes += header.num_bytes
+                if hmac.compare_digest(arrived_digest, header.digest):
+                    landing.coverage.mark(_cells(header))
+                else:
+                    self._bad += 1
+        if on_silent is not None:
+            on_silent()
+        if on_frame is not None:
+            on_frame(header.transfer_id, header.epoch)
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """A connection ended. What it left unfinished is in the coverage; whose attempts they were its owner knows."""
+        if self._on_peer_gone is not None:
+            self._on_peer_gone(peer, reason)
+
+
+def _cells(header: FrameHeader) -> CellRange:
+    return CellRange(header.first_layer, header.num_layers, header.first_block, header.num_blocks)
