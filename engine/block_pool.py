@@ -106,14 +106,23 @@ class BlockPool:
         with self._lock:
             if num_blocks > len(self._free) + len(self._cached):
                 return None
-            if num_blocks > len(self._free):
-                self._evict_until_free(num_blocks + self._free_watermark_blocks)
-            blocks = [self._free.popleft() for _ in range(num_blocks)]
-            for block in blocks:
-                self._state[block] = BlockState.OWNED
-                self._num_refs[block] = 1
-            self._num_owned += num_blocks
-            return [BlockRef(BlockId(block), self._generation[block]) for block in blocks]
+            return self._take(num_blocks)
+
+    def reserve(
+        self, chain: PrefixChain, token_ids: TokenIds, num_blocks: int, *, spare_blocks: int = 0
+    ) -> list[BlockRef] | None:
+        """`match_prefix` and `allocate` in one: `num_blocks` in all, the cached ones first (`chain.num_blocks`).
+
+        None: not possible now with `spare_blocks` left over; nothing was taken and no listener is called.
+        """
+        with self._lock:
+            entries = list(self._cache.walk(chain, token_ids))
+            num_idle = sum(self._state[entry.block] is BlockState.CACHED for entry in entries)
+            num_fresh = num_blocks - len(entries)
+            if num_fresh + spare_blocks > len(self._free) + len(self._cached) - num_idle:
+                chain.restart()
+                return None
+            return self._pin(chain, entries) + self._take(num_fresh)
 
     def share(self, refs: Sequence[BlockRef]) -> None:
         """Takes one more reference to each: a posted send, or a second sequence with the same prefix."""
@@ -163,19 +172,7 @@ class BlockPool:
         At least one token is left over: a prompt of exactly n blocks hits n - 1.
         """
         with self._lock:
-            chain.restart()
-            refs = []
-            for entry in self._cache.walk(chain, token_ids):
-                block = entry.block
-                if self._state[block] is BlockState.CACHED:
-                    del self._cached[block]
-                    self._state[block] = BlockState.OWNED
-                    self._num_owned += 1
-                self._num_refs[block] += 1
-                refs.append(BlockRef(BlockId(block), self._generation[block]))
-                chain.last_entry = entry
-            chain.num_blocks = len(refs)
-            return refs
+            return self._pin(chain, list(self._cache.walk(chain, token_ids)))
 
     def count_cached_tokens(self, chain: PrefixChain, token_ids: TokenIds) -> int:
         """How many tokens `match_prefix` would give now. Takes nothing, and promises nothing for later."""
@@ -275,6 +272,32 @@ class BlockPool:
         self._check_current(ref)
         if self._state[ref.block] is not BlockState.OWNED:
             raise BlockBusy(f"block {ref.block} is {self._state[ref.block].value}, not owned")
+
+    def _take(self, num_blocks: int) -> list[BlockRef]:
+        if num_blocks > len(self._free):
+            self._evict_until_free(num_blocks + self._free_watermark_blocks)
+        blocks = [self._free.popleft() for _ in range(num_blocks)]
+        for block in blocks:
+            self._state[block] = BlockState.OWNED
+            self._num_refs[block] = 1
+        self._num_owned += num_blocks
+        return [BlockRef(BlockId(block), self._generation[block]) for block in blocks]
+
+    def _pin(self, chain: PrefixChain, entries: Sequence[CacheEntry]) -> list[BlockRef]:
+        """One more reference to each entry's block; the chain stands at the last one."""
+        chain.restart()
+        refs = []
+        for entry in entries:
+            block = entry.block
+            if self._state[block] is BlockState.CACHED:
+                del self._cached[block]
+                self._state[block] = BlockState.OWNED
+                self._num_owned += 1
+            self._num_refs[block] += 1
+            refs.append(BlockRef(BlockId(block), self._generation[block]))
+            chain.last_entry = entry
+        chain.num_blocks = len(refs)
+        return refs
 
     def _drop_reference(self, block: int) -> int:
         self._num_refs[block] -= 1

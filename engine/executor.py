@@ -1,0 +1,37 @@
+"""What carries a step out: a model (`engine.model_executor`) or a timing model (`engine.mock_engine`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Chunks
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.request import PositionLogprobs
+from engine.scheduler import ScheduledChunk
+from engine.sequence import Sequence
+from engine.step import LayerCallback
+
+
+@dataclass(slots=True)
+class StepResults:
+    """What a step gave. `token_ids[i]` belongs to the i-th chunk that is sampled; the other fields are sparse."""
+
+    token_ids: list[int]
+    failed: set[int] = field(default_factory=set)  # indices of token_ids whose logits were no distribution
+    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)  # by index of token_ids
+    prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)  # by index of the chunk
+
+
+class StepExecutor(Protocol):
+    """Runs steps. One thread calls it."""
+
+    vocab_size: int
+    num_layers: int
+
+    def execute(self, chunks: Chunks[ScheduledChunk], layer_done: LayerCallback | None) -> StepResults:
+        """Computes the chunks' KV and samples where a chunk reaches the end of its sequence."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drops what is kept for a sequence that finished or starts over (unknown ones change nothing)."""
+        ...

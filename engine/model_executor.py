@@ -1,0 +1,78 @@
+"""A step on a real model: arrays, forward pass, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Chunks
+
+import torch
+
+from engine.executor import StepResults
+from engine.logprobs import position_logprobs
+from engine.request import EngineLimits, PositionLogprobs
+from engine.sampler import SampleRow, SamplerState, sample
+from engine.scheduler import ScheduledChunk
+from engine.sequence import Sequence
+from engine.step import LayerCallback, ModelRunner
+from engine.step_builder import StepBuilder, num_prompt_targets
+
+
+class ModelExecutor:
+    """Implements `StepExecutor`. Owns what sampling remembers of each live sequence."""
+
+    def __init__(self, runner: ModelRunner, limits: EngineLimits, block_tokens: int) -> None:
+        self.vocab_size = runner.config.vocab_size
+        self.num_layers = runner.config.num_layers
+        self._runner = runner
+        self._builder = StepBuilder(limits, block_tokens)
+        self._sampler_states: dict[Sequence, SamplerState] = {}
+
+    def execute(self, chunks: Chunks[ScheduledChunk], layer_done: LayerCallback | None) -> StepResults:
+        logits = self._runner.forward(self._builder.build(chunks), layer_done).logits
+        prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
+        if any(chunk.sequence.wants_prompt_logprobs for chunk in chunks):
+            logits, prompt_logprobs = _split_off_prompt(logits, chunks)
+        rows = [self._sample_row(chunk.sequence) for chunk in chunks if chunk.is_sampled]
+        if not rows:
+            return StepResults([], prompt_logprobs=prompt_logprobs)
+        samples = sample(logits, rows)
+        return StepResults(
+            samples.token_ids.tolist(),
+            set(samples.failed.nonzero()[0].tolist()),
+            samples.logprobs,
+            prompt_logprobs,
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        self._builder.forget(sequence)
+        self._sampler_states.pop(sequence, None)
+
+    def _sample_row(self, sequence: Sequence) -> SampleRow:
+        state = self._sampler_states.get(sequence)
+        if state is None:
+            state = SamplerState(sequence.request.sampling, sequence.num_prompt_tokens)
+            self._sampler_states[sequence] = state
+        return SampleRow(state, sequence.token_ids, sequence.num_generated)
+
+
+def _split_off_prompt(
+    logits: torch.Tensor, chunks: Chunks[ScheduledChunk]
+) -> tuple[torch.Tensor, dict[int, list[PositionLogprobs]]]:
+    """The rows that are sampled, and the log-probabilities of prompt tokens by chunk (`StepBuilder` laid the rows)."""
+    sampled_rows: list[int] = []
+    prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
+    row = 0
+    for index, chunk in enumerate(chunks):
+        sequence = chunk.sequence
+        num_targets = num_prompt_targets(chunk) if sequence.wants_prompt_logprobs else 0
+        if num_targets:
+            first_target = chunk.first_token + 1
+            targets = torch.from_numpy(sequence.token_ids[first_target : first_target + num_targets]).long()
+            num_top = [sequence.request.sampling.prompt_logprobs] * num_targets
+            prompt_logprobs[index] = position_logprobs(
+                logits[row : row + num_targets], targets.to(logits.device), num_top
+            )
+            row += num_targets
+        if chunk.is_sampled:
+            sampled_rows.append(row)
+            row += 1
+    return logits[sampled_rows], prompt_logprobs

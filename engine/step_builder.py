@@ -1,0 +1,126 @@
+"""A step's arrays from its chunks: preallocated, filled by numpy, no Python per token.
+
+Each running sequence has a row in one block table that lives as long as it runs, so a decode step copies nothing but
+new block ids and last tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Chunks
+
+import numpy as np
+
+from engine.request import EngineLimits
+from engine.scheduler import ScheduledChunk
+from engine.sequence import Sequence
+from engine.step import Int32Array, StepInput
+
+
+class StepBuilder:
+    """Owned by one executor. The arrays it gives are its own: they hold until the next `build`."""
+
+    def __init__(self, limits: EngineLimits, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        max_blocks = -(-limits.max_model_len // block_tokens)
+        self._tables = np.zeros((limits.max_sequences, max_blocks), dtype=np.int32)
+        self._num_known_blocks = [0] * limits.max_sequences  # by row: how many of the sequence's blocks the row has
+        self._row_of: dict[Sequence, int] = {}
+        self._free_rows = list(range(limits.max_sequences))
+        self._token_ids = np.zeros(limits.max_batch_tokens, dtype=np.int32)
+        self._positions = np.zeros(limits.max_batch_tokens, dtype=np.int32)
+        self._slots = np.zeros(limits.max_batch_tokens, dtype=np.int64)
+        self._query_starts = np.zeros(limits.max_sequences + 1, dtype=np.int32)
+        self._context_lens = np.zeros(limits.max_sequences, dtype=np.int32)
+        self._block_numbers = np.arange(max_blocks, dtype=np.int32)
+        self._ascending = np.arange(limits.max_batch_tokens, dtype=np.int32)
+
+    def build(self, chunks: Chunks[ScheduledChunk]) -> StepInput:
+        """The step of these chunks, in their order."""
+        num_sequences = len(chunks)
+        rows = np.array([self._row(chunk.sequence) for chunk in chunks], dtype=np.intp)
+        counts = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
+        firsts = np.array([chunk.first_token for chunk in chunks], dtype=np.int32)
+        query_starts = self._query_starts[: num_sequences + 1]
+        np.cumsum(counts, out=query_starts[1:])
+        context_lens = np.add(firsts, counts, out=self._context_lens[:num_sequences])
+        num_tokens = int(query_starts[-1])
+        positions = self._fill_positions(num_tokens, counts, firsts, query_starts)
+        block_index = positions // self._block_tokens
+        slots = self._slots[:num_tokens]
+        slots[:] = self._tables[rows if num_tokens == num_sequences else np.repeat(rows, counts), block_index]
+        slots *= self._block_tokens
+        slots += positions - block_index * self._block_tokens
+        return StepInput(
+            token_ids=self._fill_token_ids(chunks, num_tokens, query_starts),
+            positions=positions,
+            slots=slots,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=self._block_tables(rows, context_lens),
+            logit_rows=self._logit_rows(chunks, query_starts),
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        """Frees the row of a sequence that finished or starts over."""
+        row = self._row_of.pop(sequence, None)
+        if row is not None:
+            self._tables[row, : self._num_known_blocks[row]] = 0
+            self._num_known_blocks[row] = 0
+            self._free_rows.append(row)
+
+    def _row(self, sequence: Sequence) -> int:
+        row = self._row_of.get(sequence)
+        if row is None:
+            row = self._row_of[sequence] = self._free_rows.pop()
+        known = self._num_known_blocks[row]
+        if known != len(sequence.blocks):
+            self._tables[row, known : len(sequence.blocks)] = [ref.block for ref in sequence.blocks[known:]]
+            self._num_known_blocks[row] = len(sequence.blocks)
+        return row
+
+    def _fill_positions(
+        self, num_tokens: int, counts: Int32Array, firsts: Int32Array, query_starts: Int32Array
+    ) -> Int32Array:
+        positions = self._positions[:num_tokens]
+        if num_tokens == len(counts):
+            positions[:] = firsts
+        else:
+            np.add(self._ascending[:num_tokens], np.repeat(firsts - query_starts[:-1], counts), out=positions)
+        return positions
+
+    def _fill_token_ids(self, chunks: Chunks[ScheduledChunk], num_tokens: int, query_starts: Int32Array) -> Int32Array:
+        token_ids = self._token_ids[:num_tokens]
+        if num_tokens == len(chunks):
+            token_ids[:] = [
+                chunk.sequence.last_token_id if chunk.is_sampled else chunk.sequence.token_ids[chunk.first_token]
+                for chunk in chunks
+            ]
+            return token_ids
+        for start, (sequence, first, count) in zip(query_starts.tolist(), chunks, strict=False):
+            token_ids[start : start + count] = sequence.token_ids[first : first + count]
+        return token_ids
+
+    def _block_tables(self, rows: np.ndarray, context_lens: Int32Array) -> Int32Array:
+        """The rows' block ids up to the longest context; 0 past each one's own, where look-ahead blocks may be."""
+        num_blocks = -(-context_lens // self._block_tokens)
+        tables = self._tables[rows, : int(num_blocks.max())]
+        tables *= self._block_numbers[: tables.shape[1]] < num_blocks[:, None]
+        return tables
+
+    def _logit_rows(self, chunks: Chunks[ScheduledChunk], query_starts: Int32Array) -> Int32Array:
+        """The last row of each chunk that is sampled, and every row that predicts a wanted prompt token."""
+        ends = query_starts[1:].tolist()
+        rows: list[int] = []
+        for end, chunk in zip(ends, chunks, strict=True):
+            if chunk.sequence.wants_prompt_logprobs:
+                start = end - chunk.num_tokens
+                rows.extend(range(start, start + num_prompt_targets(chunk)))
+            if chunk.is_sampled:
+                rows.append(end - 1)
+        return np.array(rows, dtype=np.int32)
+
+
+def num_prompt_targets(chunk: ScheduledChunk) -> int:
+    """How many of the chunk's rows predict a token of the prompt: all but the prompt's last token."""
+    last_predicting = chunk.sequence.num_prompt_tokens - 1
+    return max(0, min(chunk.first_token + chunk.num_tokens, last_predicting) - chunk.first_token)
