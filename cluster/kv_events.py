@@ -1,0 +1,264 @@
+"""What a worker's prefix cache holds, told to routers through a bounded Redis stream for each worker.
+
+    engine thread ──stored, removed, cleared──> KvEventPublisher ──XADD tandem:kv:<worker>──> KvEventReader ──> index
+    a router that missed something ──SET tandem:kv-ask:<worker>──> the publisher sends a snapshot
+
+Events of one incarnation are numbered from 1; a snapshot carries the number of the last event it contains. Block hashes
+are keyed and say nothing of tokens. Losing events costs time, never correctness: a reader sees the gap and asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from tandem.v1 import common_pb2, membership_pb2
+
+from cluster.identity import BlockHash, WorkerId
+from cluster.redis_client import RedisClient, RedisUnavailable
+
+STREAM_PREFIX = b"tandem:kv:"
+ASK_PREFIX = b"tandem:kv-ask:"
+EVENT_FIELD = b"event"
+# Entries a stream keeps: some minutes of a busy worker. A reader that is further behind asks for a snapshot.
+MAX_STREAM_ENTRIES = 4096
+# Beyond it the notes are dropped and a snapshot is sent instead.
+MAX_PENDING_EVENTS = 8192
+MAX_HASHES_PER_EVENT = 65_536
+FLUSH_INTERVAL_S = 0.05
+ASK_INTERVAL_S = 0.25
+# A stream outlives its worker by this.
+STREAM_TTL_S = 60
+ASK_TTL_S = 10
+READ_INTERVAL_S = 0.1
+READ_BATCH = 512
+
+_START_OF_STREAM = b"0"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    op: membership_pb2.KvEventOp.ValueType
+    hashes: tuple[BlockHash, ...] = ()
+    parent: BlockHash | None = None
+
+
+class KvEventPublisher:
+    """Takes notes from any thread, sends them from the event loop. Owned by the worker: `start`, later `stop`."""
+
+    def __init__(self, redis: RedisClient, identity: common_pb2.WorkerIdentity) -> None:
+        self._redis = redis
+        self._identity = identity
+        self._stream = STREAM_PREFIX + identity.worker_id.encode()
+        self._ask = ASK_PREFIX + identity.worker_id.encode()
+        self._lock = threading.Lock()
+        self._pending: deque[_Note] = deque()
+        self._held: set[BlockHash] = set()
+        # What an earlier process left in the stream is void.
+        self._needs_snapshot = True
+        self._last_seq = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def last_seq(self) -> int:
+        """The last event sent: `kv_event_seq` of the worker's record."""
+        return self._last_seq
+
+    def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash]) -> None:
+        with self._lock:
+            self._held.update(hashes)
+            self._note(_Note(membership_pb2.KV_EVENT_OP_STORED, tuple(hashes), parent))
+
+    def removed(self, hashes: Sequence[BlockHash]) -> None:
+        if hashes:
+            with self._lock:
+                self._held.difference_update(hashes)
+                self._note(_Note(membership_pb2.KV_EVENT_OP_REMOVED, tuple(hashes)))
+
+    def cleared(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self._pending.clear()
+            self._note(_Note(membership_pb2.KV_EVENT_OP_CLEARED))
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._send_for_ever(), name="kv-events")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def _note(self, note: _Note) -> None:
+        if len(self._pending) >= MAX_PENDING_EVENTS:
+            self._pending.clear()
+            self._needs_snapshot = True
+        else:
+            self._pending.append(note)
+
+    async def _send_for_ever(self) -> None:
+        next_ask_s = 0.0
+        while True:
+            try:
+                if time.monotonic() >= next_ask_s:
+                    next_ask_s = time.monotonic() + ASK_INTERVAL_S
+                    await self._look_for_asks()
+                await self._flush()
+            except RedisUnavailable:
+                # Nobody knows which of the last events arrived.
+                self._needs_snapshot = True
+            await asyncio.sleep(FLUSH_INTERVAL_S)
+
+    async def _look_for_asks(self) -> None:
+        if await self._redis.run(self._take_ask):
+            self._needs_snapshot = True
+
+    async def _take_ask(self, redis: Any) -> bool:
+        asked, _ = (
+            await redis.pipeline(transaction=False).getdel(self._ask).expire(self._stream, STREAM_TTL_S).execute()
+        )
+        return asked is not None
+
+    async def _flush(self) -> None:
+        events = self._take_events()
+        if events:
+            await self._redis.run(lambda redis: self._add(redis, events))
+
+    def _take_events(self) -> list[membership_pb2.KvEvent]:
+        """The notes as numbered events; in their place, when some were lost, all that is held."""
+        with self._lock:
+            if self._needs_snapshot:
+                self._needs_snapshot = False
+                self._pending.clear()
+                return self._snapshot(sorted(self._held))
+            notes = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_STREAM_ENTRIES // 4))]
+        return [self._event(note.op, note.hashes, note.parent) for note in notes]
+
+    def _snapshot(self, held: list[BlockHash]) -> list[membership_pb2.KvEvent]:
+        """A snapshot of the first part; a very large cache follows in further events."""
+        first = membership_pb2.KvEvent(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            seq=self._last_seq,
+            op=membership_pb2.KV_EVENT_OP_SNAPSHOT,
+            block_hashes=b"".join(held[:MAX_HASHES_PER_EVENT]),
+        )
+        starts = range(MAX_HASHES_PER_EVENT, len(held), MAX_HASHES_PER_EVENT)
+        parts = [tuple(held[start : start + MAX_HASHES_PER_EVENT]) for start in starts]
+        return [first, *(self._event(membership_pb2.KV_EVENT_OP_STORED, part, None) for part in parts)]
+
+    def _event(
+        self, op: membership_pb2.KvEventOp.ValueType, hashes: tuple[BlockHash, ...], parent: BlockHash | None
+    ) -> membership_pb2.KvEvent:
+        self._last_seq += 1
+        return membership_pb2.KvEvent(
+            worker_id=self._identity.worker_id,
+            incarnation=self._identity.incarnation,
+            seq=self._last_seq,
+            op=op,
+            block_hashes=b"".join(hashes),
+            parent_hash=parent or b"",
+        )
+
+    async def _add(self, redis: Any, events: Iterable[membership_pb2.KvEvent]) -> None:
+        pipeline = redis.pipeline(transaction=False)
+        for event in events:
+            pipeline.xadd(self._stream, {EVENT_FIELD: event.SerializeToString()}, maxlen=MAX_STREAM_ENTRIES)
+        pipeline.expire(self._stream, STREAM_TTL_S)
+        await pipeline.execute()
+
+
+class KvEventReader:
+    """Reads the streams of the watched workers and hands events on, in each stream's order. Never blocks a request."""
+
+    def __init__(self, redis: RedisClient, on_event: Callable[[membership_pb2.KvEvent], None]) -> None:
+        """`on_event` runs on the event loop and must not block. It may see an event twice (same seq)."""
+        self._redis = redis
+        self._on_event = on_event
+        self._positions: dict[WorkerId, bytes] = {}
+        self._asks: set[WorkerId] = set()
+        self._is_lost = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._read_for_ever(), name="kv-event-reader")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def watch(self, worker_id: WorkerId) -> None:
+        self._positions.setdefault(worker_id, _START_OF_STREAM)
+
+    def unwatch(self, worker_id: WorkerId) -> None:
+        self._positions.pop(worker_id, None)
+        self._asks.discard(worker_id)
+
+    def read_again(self, worker_id: WorkerId) -> None:
+        """Hands on once more all that the stream still keeps: repairs a gap."""
+        if worker_id in self._positions:
+            self._positions[worker_id] = _START_OF_STREAM
+
+    def ask_snapshot(self, worker_id: WorkerId) -> None:
+        """Has the worker send all that it holds, within `ASK_INTERVAL_S` and a bit."""
+        if worker_id in self._positions:
+            self._asks.add(worker_id)
+
+    async def _read_for_ever(self) -> None:
+        while True:
+            try:
+                await self._send_asks()
+                more = await self._read()
+            except RedisUnavailable:
+                self._is_lost, more = True, False
+            await asyncio.sleep(0 if more else READ_INTERVAL_S)
+
+    async def _send_asks(self) -> None:
+        if self._is_lost:
+            # What came while Redis was away is lost, and an emptied Redis counts its entries anew.
+            self._asks.update(self._positions)
+            self._positions = dict.fromkeys(self._positions, _START_OF_STREAM)
+        for worker_id in sorted(self._asks):
+            key = ASK_PREFIX + worker_id.encode()
+            await self._redis.run(lambda redis, key=key: redis.set(key, b"1", ex=ASK_TTL_S))  # type: ignore[misc]
+            self._asks.discard(worker_id)
+        self._is_lost = False
+
+    async def _read(self) -> bool:
+        """Whether there is more to read at once."""
+        if not self._positions:
+            return False
+        positions: Any = {STREAM_PREFIX + worker.encode(): position for worker, position in self._positions.items()}
+        answer: Any = await self._redis.run(lambda redis: redis.xread(positions, count=READ_BATCH))
+        # RESP3 gives a mapping, RESP2 a list of pairs.
+        streams = answer.items() if isinstance(answer, dict) else answer or ()
+        longest = 0
+        for stream, pages in streams:
+            entries = pages[0] if pages and isinstance(pages[0], list) else pages
+            longest = max(longest, len(entries))
+            self._hand_on(WorkerId(stream.removeprefix(STREAM_PREFIX).decode()), entries)
+        return longest >= READ_BATCH
+
+    def _hand_on(self, worker_id: WorkerId, entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        for position, fields in entries:
+            if worker_id not in self._positions:  # unwatched meanwhile
+                return
+            self._positions[worker_id] = position
+            try:
+                event = membership_pb2.KvEvent.FromString(fields.get(EVENT_FIELD, b""))
+            except DecodeError:
+                _log.warning("a KV event cannot be read", extra={"peer": worker_id})
+                continue
+            self._on_event(event)

@@ -1,0 +1,193 @@
+"""KV events from notes to a reader, through a real Redis that is emptied, killed and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from tandem.v1 import common_pb2, membership_pb2
+
+from cluster import kv_events
+from cluster.identity import BlockHash, WorkerId, new_incarnation
+from cluster.kv_events import KvEventPublisher, KvEventReader
+from tests.cluster.conftest import RedisServer
+
+A = WorkerId("prefill-0")
+TIMEOUT_S = 10.0
+
+
+def block_hash(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "big"))
+
+
+class Index:
+    """What a router would know: events applied in order of seq, gaps noticed."""
+
+    def __init__(self) -> None:
+        self.held: set[bytes] = set()
+        self.incarnation = ""
+        self.last_seq = 0
+        self.gaps = 0
+        self.snapshots = 0
+
+    def apply(self, event: membership_pb2.KvEvent) -> None:
+        if event.incarnation != self.incarnation:
+            self.incarnation, self.last_seq = event.incarnation, 0
+            self.held.clear()
+        hashes = [event.block_hashes[at : at + 16] for at in range(0, len(event.block_hashes), 16)]
+        if event.op == membership_pb2.KV_EVENT_OP_SNAPSHOT:
+            self.snapshots += 1
+            self.held, self.last_seq = set(hashes), event.seq
+            return
+        if event.seq <= self.last_seq:
+            return
+        self.gaps += event.seq != self.last_seq + 1
+        self.last_seq = event.seq
+        if event.op == membership_pb2.KV_EVENT_OP_STORED:
+            self.held.update(hashes)
+        elif event.op == membership_pb2.KV_EVENT_OP_REMOVED:
+            self.held.difference_update(hashes)
+        else:
+            self.held.clear()
+
+
+@asynccontextmanager
+async def publishing(server: RedisServer) -> AsyncIterator[KvEventPublisher]:
+    identity = common_pb2.WorkerIdentity(worker_id=A, incarnation=new_incarnation())
+    publisher = KvEventPublisher(server.client(), identity)
+    publisher.start()
+    yield publisher
+    await publisher.stop()
+
+
+@asynccontextmanager
+async def reading(server: RedisServer) -> AsyncIterator[tuple[KvEventReader, Index]]:
+    index = Index()
+    reader = KvEventReader(server.client(), index.apply)
+    reader.watch(A)
+    reader.start()
+    yield reader, index
+    await reader.stop()
+
+
+async def until(is_reached: Callable[[], bool]) -> float:
+    started_s = time.monotonic()
+    while not is_reached():
+        if time.monotonic() - started_s > TIMEOUT_S:
+            pytest.fail("not reached in time")
+        await asyncio.sleep(0.01)
+    return time.monotonic() - started_s
+
+
+async def test_reader_follows_what_is_stored_removed_and_cleared(redis_server: RedisServer) -> None:
+    async with publishing(redis_server) as publisher, reading(redis_server) as (_, index):
+        publisher.stored(None, [block_hash(number) for number in range(10)])
+        publisher.stored(block_hash(9), [block_hash(10)])
+        publisher.removed([block_hash(3)])
+        await until(lambda: index.held == {block_hash(number) for number in range(11) if number != 3})
+        publisher.cleared()
+        publisher.stored(None, [block_hash(99)])
+        await until(lambda: index.held == {block_hash(99)})
+        assert index.gaps == 0
+        assert index.last_seq == publisher.last_seq
+
+
+async def test_f40_new_incarnation_wipes_what_was_known_of_the_old_one(redis_server: RedisServer) -> None:
+    async with reading(redis_server) as (_, index):
+        async with publishing(redis_server) as publisher:
+            publisher.stored(None, [block_hash(1)])
+            await until(lambda: index.held == {block_hash(1)})
+        async with publishing(redis_server):
+            await until(lambda: index.held == set())
+
+
+async def test_f40_asked_worker_sends_all_it_holds(redis_server: RedisServer) -> None:
+    async with publishing(redis_server) as publisher, reading(redis_server) as (reader, index):
+        publisher.stored(None, [block_hash(1), block_hash(2)])
+        await until(lambda: len(index.held) == 2)
+        index.held.clear()  # as after a lost event
+        snapshots = index.snapshots
+        reader.ask_snapshot(A)
+        await until(lambda: index.held == {block_hash(1), block_hash(2)} and index.snapshots == snapshots + 1)
+
+
+async def test_f40_gap_is_repaired_from_the_stream(redis_server: RedisServer) -> None:
+    async with publishing(redis_server) as publisher, reading(redis_server) as (reader, index):
+        for number in range(5):
+            publisher.stored(None, [block_hash(number)])
+        await until(lambda: len(index.held) == 5)
+        index.held.clear()
+        index.last_seq = 0
+        reader.read_again(A)
+        await until(lambda: len(index.held) == 5)
+
+
+async def test_f10_index_is_whole_again_within_5_s_of_an_empty_restart(redis_server: RedisServer) -> None:
+    async with publishing(redis_server) as publisher, reading(redis_server) as (_, index):
+        publisher.stored(None, [block_hash(1)])
+        await until(lambda: index.held == {block_hash(1)})
+        await redis_server.kill()
+        publisher.stored(block_hash(1), [block_hash(2)])
+        publisher.removed([block_hash(1)])
+        await redis_server.start()
+        assert await until(lambda: index.held == {block_hash(2)}) <= 5.0
+
+
+async def test_f11_flush_is_followed_by_a_snapshot_for_whoever_asks(redis_server: RedisServer) -> None:
+    async with publishing(redis_server) as publisher:
+        publisher.stored(None, [block_hash(1)])
+        await redis_server.flush()
+        async with reading(redis_server) as (reader, index):
+            reader.ask_snapshot(A)
+            await until(lambda: index.held == {block_hash(1)})
+
+
+async def test_more_notes_than_fit_become_a_snapshot(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "MAX_PENDING_EVENTS", 10)
+    async with publishing(redis_server) as publisher, reading(redis_server) as (_, index):
+        for number in range(1000):
+            publisher.stored(None, [block_hash(number)])
+        await until(lambda: len(index.held) == 1000)
+        assert index.snapshots >= 1
+
+
+async def test_large_cache_comes_in_parts(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MAX_HASHES_PER_EVENT", 100)
+    async with publishing(redis_server) as publisher, reading(redis_server) as (reader, index):
+        publisher.stored(None, [block_hash(number) for number in range(950)])
+        await until(lambda: len(index.held) == 950)
+        index.held.clear()
+        reader.ask_snapshot(A)
+        await until(lambda: len(index.held) == 950)
+        assert index.gaps == 0
+
+
+async def test_f13_hung_redis_keeps_nobody_waiting(redis_server: RedisServer) -> None:
+    async with publishing(redis_server) as publisher, reading(redis_server) as (_, index):
+        redis_server.suspend()
+        try:
+            started_s = time.monotonic()
+            for number in range(1000):
+                publisher.stored(None, [block_hash(number)])
+            assert time.monotonic() - started_s < 0.1
+        finally:
+            redis_server.resume()
+        await until(lambda: len(index.held) == 1000)
+
+
+async def test_s_b43_stream_is_bounded_and_expires(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_events, "MAX_STREAM_ENTRIES", 400)
+    async with publishing(redis_server) as publisher, reading(redis_server) as (_, index):
+        await until(lambda: index.snapshots == 1)
+        for number in range(2000):
+            publisher.stored(None, [block_hash(number)])
+        await until(lambda: index.last_seq == 2000)
+        client, stream = redis_server.client(), kv_events.STREAM_PREFIX + A.encode()
+        # Redis trims by whole nodes of 100 entries.
+        assert await client.run(lambda redis: redis.xlen(stream)) <= 500
+        assert 0 < await client.run(lambda redis: redis.ttl(stream)) <= kv_events.STREAM_TTL_S
