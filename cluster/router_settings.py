@@ -29,6 +29,9 @@ class RouterSettings(BaseModel):
     redis_url: str = ""
     redis_password_file: Path | None = None
     cluster_token_file: Path | None = None
+    tls_authority_file: Path | None = Field(default=None, description="PEM; needed where gRPC leaves the machine")
+    tls_certificate_file: Path | None = Field(default=None, description="PEM; this process, signed by the authority")
+    tls_key_file: Path | None = Field(default=None, description="PEM; the certificate's key")
     api_keys_file: Path | None = Field(default=None, description="API keys, a line each: name and SHA-256")
     block_tokens: int = Field(default=16, ge=1, le=256)
     max_model_len: int = Field(default=0, ge=0, description="0: the model's own")

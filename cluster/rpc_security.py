@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
@@ -39,6 +39,19 @@ class TlsFiles:
         return grpc.ssl_channel_credentials(_read(self.authority), _read(self.key), _read(self.certificate))
 
 
+class SecuritySettings(Protocol):
+    """The part of a process's settings that says how it is secured: WorkerSettings and RouterSettings have it."""
+
+    @property
+    def cluster_token_file(self) -> Path | None: ...
+    @property
+    def tls_authority_file(self) -> Path | None: ...
+    @property
+    def tls_certificate_file(self) -> Path | None: ...
+    @property
+    def tls_key_file(self) -> Path | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RpcSecurity:
     """What a process shows to its peers and asks of them."""
@@ -48,10 +61,19 @@ class RpcSecurity:
 
     @classmethod
     def from_token_file(cls, path: Path | None, tls: TlsFiles | None = None) -> RpcSecurity:
-        """Raises `StartupError` when the file is missing, empty, or readable by others."""
+        """Raises `StartupError` when the file is missing, empty, or open to others."""
         if path is None:
             raise StartupError("no cluster token: give --cluster-token-file (`tandem serve` makes one)")
         return cls(read_secret(path, "cluster token"), tls)
+
+    @classmethod
+    def from_settings(cls, settings: SecuritySettings) -> RpcSecurity:
+        """Raises `StartupError` as `from_token_file` does, and for TLS by halves."""
+        files = (settings.tls_authority_file, settings.tls_certificate_file, settings.tls_key_file)
+        given = [file for file in files if file is not None]
+        if given and len(given) < len(files):
+            raise StartupError("TLS needs --tls-authority-file, --tls-certificate-file and --tls-key-file together")
+        return cls.from_token_file(settings.cluster_token_file, TlsFiles(*given) if given else None)
 
 
 def write_secret(path: Path, secret: str) -> None:

@@ -34,6 +34,9 @@ class WorkerSettings(BaseModel):
     redis_url: str = ""
     redis_password_file: Path | None = None
     cluster_token_file: Path | None = None
+    tls_authority_file: Path | None = Field(default=None, description="PEM; needed where gRPC leaves the machine")
+    tls_certificate_file: Path | None = Field(default=None, description="PEM; this process, signed by the authority")
+    tls_key_file: Path | None = Field(default=None, description="PEM; the certificate's key")
     transports: tuple[str, ...] = Field(default=("shm", "tcp"), description="in order of preference")
     block_tokens: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory, at most 1 GiB")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,7 +25,8 @@ from cluster.errors import (
 )
 from cluster.rpc import MAX_MESSAGE_BYTES, bind, build_server, free_loopback_port, open_channel
 from cluster.rpc_errors import from_rpc_error
-from cluster.rpc_security import RpcSecurity, new_secret, write_secret
+from cluster.rpc_security import RpcSecurity, TlsFiles, new_secret, write_secret
+from cluster.worker_settings import WorkerSettings
 
 SECURITY = RpcSecurity(new_secret())
 CALL_TIMEOUT_S = 5.0
@@ -52,11 +55,11 @@ class Decode(worker_pb2_grpc.DecodeWorkerServicer):
 
 
 @asynccontextmanager
-async def serving(target: str) -> AsyncIterator[str]:
+async def serving(target: str, security: RpcSecurity = SECURITY) -> AsyncIterator[str]:
     server = build_server(SECURITY)
     worker_pb2_grpc.add_WorkerAdminServicer_to_server(Admin(), server)
     worker_pb2_grpc.add_DecodeWorkerServicer_to_server(Decode(), server)
-    bound = bind(server, target, SECURITY)
+    bound = bind(server, target, security)
     await server.start()
     try:
         yield bound
@@ -183,14 +186,66 @@ async def test_socket_path_too_long_for_the_kernel_is_a_startup_error(tmp_path: 
         bind(build_server(SECURITY), f"unix:{tmp_path}/{'x' * 108}", SECURITY)
 
 
+def worker_settings(token_file: Path | None, tls_key_file: Path | None = None) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id="a",
+        model="m",
+        listen="unix:/x",
+        runtime_dir=Path("/x"),
+        cluster_token_file=token_file,
+        tls_key_file=tls_key_file,
+    )
+
+
 def test_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "token"
     write_secret(path, "s")
-    assert RpcSecurity.from_token_file(path).token == "s"
+    assert RpcSecurity.from_settings(worker_settings(path)).token == "s"
     assert path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o640)
     with pytest.raises(StartupError, match="chmod 600"):
-        RpcSecurity.from_token_file(path)
+        RpcSecurity.from_settings(worker_settings(path))
+    with pytest.raises(StartupError, match="--cluster-token-file"):
+        RpcSecurity.from_settings(worker_settings(None))
+
+
+def test_tls_by_halves_is_refused(tmp_path: Path) -> None:
+    write_secret(tmp_path / "token", "s")
+    with pytest.raises(StartupError, match="together"):
+        RpcSecurity.from_settings(worker_settings(tmp_path / "token", tls_key_file=tmp_path / "key"))
+
+
+async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(tmp_path: Path) -> None:
+    ours = make_certificates(tmp_path / "ours")
+    security = RpcSecurity(SECURITY.token, ours)
+    async with serving("127.0.0.1:0", security) as target:
+        async with admin_stub(target, security) as admin:
+            assert (await admin.GetStatus(worker_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)).model == "m"
+        stranger = RpcSecurity(SECURITY.token, make_certificates(tmp_path / "theirs"))
+        for refused in (stranger, SECURITY):
+            async with admin_stub(target, refused) as admin:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await admin.GetStatus(worker_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def make_certificates(directory: Path) -> TlsFiles:
+    """An authority of its own and one certificate for 127.0.0.1 that it signed."""
+    directory.mkdir()
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl makes the certificates of this test and is not installed")
+
+    def run(*arguments: str) -> None:
+        subprocess.run([openssl, *arguments], cwd=directory, check=True, capture_output=True, timeout=60)
+
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    run("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority", "-days", "2")
+    run("req", *new_key, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=decode")
+    (directory / "san").write_text("subjectAltName=IP:127.0.0.1")
+    run("x509", "-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
+        "-extfile", "san", "-out", "node.pem")  # fmt: skip
+    return TlsFiles(directory / "ca.pem", directory / "node.pem", directory / "node.key")
 
 
 def test_free_port_can_be_listened_on() -> None:
