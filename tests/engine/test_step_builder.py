@@ -1,0 +1,81 @@
+"""The arrays of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cluster.identity import BlockId, BlockRef
+from engine.block_pool import BlockPool
+from engine.request import EngineLimits
+from engine.scheduler import ScheduledChunk
+from engine.sequence import Sequence
+from engine.step_builder import StepBuilder
+from tests.engine.engine_bench import make_request
+
+BLOCK = 4
+LIMITS = EngineLimits(max_batch_tokens=32, max_sequences=4, max_model_len=64)
+
+
+def make_sequence(num_tokens: int, blocks: list[int], first_id: int = 100, **fields: Any) -> Sequence:
+    chain = BlockPool(1, BLOCK, "m").new_chain(b"")
+    sequence = Sequence(make_request("r", range(first_id, first_id + num_tokens), **fields), chain, 64, 0, 0.0)
+    sequence.blocks = [BlockRef(BlockId(block), 0) for block in blocks]
+    return sequence
+
+
+def test_a_mixed_step_lays_everything_end_to_end() -> None:
+    decode, prompt = make_sequence(6, [7, 3]), make_sequence(9, [1, 2, 5], first_id=200)
+    step = StepBuilder(LIMITS, BLOCK).build([ScheduledChunk(decode, 5, 1), ScheduledChunk(prompt, 2, 7)])
+    assert step.token_ids.tolist() == [105, *range(202, 209)]
+    assert step.positions.tolist() == [5, *range(2, 9)]
+    assert step.slots.tolist() == [13, 6, 7, 8, 9, 10, 11, 20]
+    assert step.query_starts.tolist() == [0, 1, 8]
+    assert step.context_lens.tolist() == [6, 9]
+    assert step.block_tables.tolist() == [[7, 3, 0], [1, 2, 5]]
+    assert step.logit_rows.tolist() == [0, 7]
+    assert [array.dtype for array in (step.token_ids, step.positions, step.block_tables)] == [np.int32] * 3
+    assert step.slots.dtype == np.int64
+
+
+def test_a_chunk_that_does_not_reach_the_end_wants_no_logits() -> None:
+    prompt = make_sequence(9, [1, 2, 5])
+    step = StepBuilder(LIMITS, BLOCK).build([ScheduledChunk(prompt, 0, 4)])
+    assert step.logit_rows.tolist() == []
+
+
+def test_a_one_token_chunk_in_the_middle_of_a_prompt_reads_its_own_token() -> None:
+    prompt, decode = make_sequence(9, [1, 2, 5]), make_sequence(2, [6])
+    step = StepBuilder(LIMITS, BLOCK).build([ScheduledChunk(prompt, 3, 1), ScheduledChunk(decode, 1, 1)])
+    assert step.token_ids.tolist() == [103, 101]
+    assert step.logit_rows.tolist() == [1]
+
+
+def test_blocks_past_the_context_are_zero_in_the_table() -> None:
+    sequence = make_sequence(3, [9, 8, 7])  # look-ahead
+    step = StepBuilder(LIMITS, BLOCK).build([ScheduledChunk(sequence, 2, 1)])
+    assert step.block_tables.tolist() == [[9]]
+    longer = make_sequence(12, [1, 2, 3])
+    step = StepBuilder(LIMITS, BLOCK).build([ScheduledChunk(sequence, 2, 1), ScheduledChunk(longer, 11, 1)])
+    assert step.block_tables.tolist() == [[9, 0, 0], [1, 2, 3]]
+
+
+def test_new_blocks_reach_the_row_and_a_freed_row_is_clean() -> None:
+    builder = StepBuilder(EngineLimits(max_batch_tokens=8, max_sequences=1, max_model_len=64), BLOCK)
+    sequence = make_sequence(8, [5, 6])
+    builder.build([ScheduledChunk(sequence, 7, 1)])
+    sequence.append(1)
+    sequence.blocks.append(BlockRef(BlockId(9), 0))
+    assert builder.build([ScheduledChunk(sequence, 8, 1)]).block_tables.tolist() == [[5, 6, 9]]
+    builder.forget(sequence)
+    builder.forget(sequence)
+    other = make_sequence(2, [4])
+    assert builder.build([ScheduledChunk(other, 0, 2)]).block_tables.tolist() == [[4]]
+
+
+def test_prompt_logprobs_want_every_row_that_predicts_a_prompt_token() -> None:
+    sequence = make_sequence(6, [1, 2], prompt_logprobs=0)
+    builder = StepBuilder(LIMITS, BLOCK)
+    assert builder.build([ScheduledChunk(sequence, 0, 4)]).logit_rows.tolist() == [0, 1, 2, 3]
+    assert builder.build([ScheduledChunk(sequence, 4, 2)]).logit_rows.tolist() == [0, 1]
