@@ -34,6 +34,10 @@ from benchmarks.statistics import (
 SCHEMA_VERSION = 1
 # Below this share of what was offered the server does not keep up.
 MIN_ACHIEVED_SHARE = 0.97
+# What is in flight moves up and down: a difference of the window's ends below this many standard deviations is that.
+MIN_PILE_DEVIATIONS = 2.0
+# The parts of the window at its ends that stand for them.
+END_SHARE = 0.1
 # A client that is late by more than this (or this share of the median TTFT) measures itself.
 MAX_DISPATCH_DELAY_S = 0.005
 MAX_DISPATCH_SHARE = 0.05
@@ -93,6 +97,21 @@ class ClassGoodput:
 
 
 @dataclass(frozen=True, slots=True)
+class FlightTrend:
+    """Requests in flight over the window: how many, how much they vary, how many more at its end than at its start."""
+
+    mean: float
+    deviation: float
+    growth: float
+    slope: SlopeTest
+
+    def is_piling_up(self, num_offered: float) -> bool:
+        """What was not achieved of what was offered is what piled up: above 3 %, and above its own ups and downs."""
+        share = self.growth / num_offered if num_offered else 0.0
+        return share > 1 - MIN_ACHIEVED_SHARE and self.growth > MIN_PILE_DEVIATIONS * self.deviation
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """Everything that is said about one run. `flags` first: figures of a run that is not OK are no result."""
 
@@ -113,8 +132,7 @@ class RunSummary:
     latency_ms: Distribution
     service_ms: Distribution  # from the actual send time
     dispatch_delay_ms: Distribution
-    mean_in_flight: float
-    in_flight_slope: SlopeTest
+    in_flight: FlightTrend
     expected_hit_rate: float
     observed_hit_rate: float | None  # None: the server does not report it
     are_counts_exact: bool
@@ -137,8 +155,10 @@ def summarise(run: LoadRun, slo: Slo | None = None, seed: int = 0, *, is_closed_
     counted, start_s = _counted(run, is_closed_loop=is_closed_loop)
     good = [record for record in counted if record.is_ok]
     window_s = max(run.window_end_s - start_s, 1e-9)
-    ended = [r for r in run.records if r.is_ok and start_s <= r.ended_s < run.window_end_s]
-    slope, mean_in_flight = _steadiness(run, start_s)
+    settled_s = start_s if is_closed_loop else _settled_s(counted, start_s, run.window_end_s)
+    settled_window_s = max(run.window_end_s - settled_s, 1e-9)
+    ended = [r for r in run.records if r.is_ok and settled_s <= r.ended_s < run.window_end_s]
+    flight = _flight_trend(run, settled_s)
     expected, observed = _hit_rates(good)
     is_met = [slo.is_met(record) for record in counted] if slo else []
     ttft = _distribution([r.ttft_s for r in good if r.ttft_s is not None], seed)
@@ -151,9 +171,9 @@ def summarise(run: LoadRun, slo: Slo | None = None, seed: int = 0, *, is_closed_
         warmup_s=start_s - run.window_start_s,
         window_s=window_s,
         offered_per_s=len(counted) / window_s,
-        achieved_per_s=len(ended) / window_s,
-        output_tokens_per_s=_tokens_between(run.records, start_s, run.window_end_s) / window_s,
-        prompt_tokens_per_s=sum(r.prompt_tokens for r in ended) / window_s,
+        achieved_per_s=len(ended) / settled_window_s,
+        output_tokens_per_s=_tokens_between(run.records, settled_s, run.window_end_s) / settled_window_s,
+        prompt_tokens_per_s=sum(r.prompt_tokens for r in ended) / settled_window_s,
         ttft_ms=ttft,
         itl_ms=_itl_distribution(good, seed),
         tpot_ms=_distribution([r.tpot_s for r in good if r.tpot_s is not None], seed),
@@ -161,8 +181,7 @@ def summarise(run: LoadRun, slo: Slo | None = None, seed: int = 0, *, is_closed_
         latency_ms=_distribution([r.latency_s for r in good], seed),
         service_ms=_distribution([r.service_s for r in good], seed),
         dispatch_delay_ms=dispatch,
-        mean_in_flight=mean_in_flight,
-        in_flight_slope=slope,
+        in_flight=flight,
         expected_hit_rate=expected,
         observed_hit_rate=observed,
         are_counts_exact=all(r.are_counts_exact for r in good),
@@ -222,9 +241,9 @@ def _flagged(summary: RunSummary, run: LoadRun, *, is_closed_loop: bool) -> RunS
     if not is_closed_loop:
         if run.hit_in_flight_limit or summary.dispatch_delay_ms.p99.value > allowed_ms:
             flags.append(Flag.CLIENT_LIMITED)
-        if summary.achieved_per_s < MIN_ACHIEVED_SHARE * summary.offered_per_s:
+        if summary.in_flight.is_piling_up(summary.offered_per_s * summary.window_s):
             flags.append(Flag.SATURATED)
-        if summary.in_flight_slope.is_growing and summary.in_flight_slope.growth_share > MIN_UNSTEADY_GROWTH:
+        if summary.in_flight.slope.is_growing and summary.in_flight.slope.growth_share > MIN_UNSTEADY_GROWTH:
             flags.append(Flag.UNSTEADY)
     if summary.extra_hit_rate is not None and summary.extra_hit_rate > MAX_EXTRA_HIT_RATE:
         flags.append(Flag.CACHE_WARM)
@@ -234,11 +253,28 @@ def _flagged(summary: RunSummary, run: LoadRun, *, is_closed_loop: bool) -> RunS
     return RunSummary(**values | {"flags": tuple(flags) or (Flag.OK,)})
 
 
-def _steadiness(run: LoadRun, start_s: float) -> tuple[SlopeTest, float]:
+def _settled_s(counted: Sequence[RequestRecord], start_s: float, end_s: float) -> float:
+    """When completions can have caught up with arrivals: one early request's latency after counting begins.
+
+    At the start nothing is there to complete; counting from there would call every short run saturated. Only early
+    latencies decide, so that a growing queue does not excuse itself; half of the window is always kept.
+    """
+    early = sorted(record.latency_s for record in counted[: max(1, len(counted) // 5)])
+    latency_s = early[len(early) // 2] if early else 0.0
+    return min(start_s + latency_s, (start_s + end_s) / 2)
+
+
+def _flight_trend(run: LoadRun, start_s: float) -> FlightTrend:
     grid = np.linspace(start_s, run.window_end_s, IN_FLIGHT_GRID, endpoint=False)
     sent = [record for record in run.records if record.outcome is not Outcome.NOT_SENT]
     counts = in_flight([r.intended_s for r in sent], [r.ended_s for r in sent], grid)
-    return slope_test(grid, counts), float(counts.mean())
+    num_end = max(1, int(IN_FLIGHT_GRID * END_SHARE))
+    return FlightTrend(
+        mean=float(counts.mean()),
+        deviation=float(counts.std()),
+        growth=float(counts[-num_end:].mean() - counts[:num_end].mean()),
+        slope=slope_test(grid, counts),
+    )
 
 
 def _hit_rates(good: Sequence[RequestRecord]) -> tuple[float, float | None]:

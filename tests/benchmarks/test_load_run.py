@@ -138,4 +138,4 @@ def test_closed_forms_of_one_server_lie_in_the_intervals(law: Any) -> None:
     for summary in summaries:
         # Little's law ties the count in flight to the latency.
         in_flight = summary.offered_per_s * summary.latency_ms.mean.value / 1e3
-        assert summary.mean_in_flight == pytest.approx(in_flight, rel=0.1)
+        assert summary.in_flight.mean == pytest.approx(in_flight, rel=0.1)

@@ -1,0 +1,94 @@
+"""Where a deployment stops keeping up, estimated in ways that fail differently.
+
+- capacity at the objective: where attainment crosses its target, between the runs around it
+- saturation: the plateau c of achieved = min(offered, c)
+- first violation: the lowest rate at which a run is saturated, misses its attainment, or grows its queue
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.run_summary import Flag
+from benchmarks.statistics import Interval
+
+TARGET_ATTAINMENT = 0.90
+
+
+@dataclass(frozen=True, slots=True)
+class RatePoint:
+    """One open-loop run as the estimators see it."""
+
+    offered_per_s: float
+    achieved_per_s: float
+    attainment: Interval
+    flags: frozenset[Flag]
+
+    @property
+    def keeps_objective(self) -> bool:
+        return self.attainment.value >= TARGET_ATTAINMENT and not self.flags & {Flag.SATURATED, Flag.UNSTEADY}
+
+
+def capacity_at_slo(points: Sequence[RatePoint]) -> Interval:
+    """The rate at which attainment falls through the target, interpolated; interval from the attainments' intervals.
+
+    Nothing failed: [highest, highest, infinity). Nothing passed: [0, 0, lowest].
+    """
+    ordered = sorted(points, key=lambda point: point.offered_per_s)
+    failing = next((point for point in ordered if not point.keeps_objective), None)
+    if failing is None:
+        highest = ordered[-1].offered_per_s if ordered else 0.0
+        return Interval(highest, highest, math.inf)
+    passing = [point for point in ordered if point.keeps_objective and point.offered_per_s < failing.offered_per_s]
+    if not passing:
+        return Interval(0.0, 0.0, failing.offered_per_s)
+    below = passing[-1]
+    value = _crossing(below, failing, below.attainment.value, failing.attainment.value)
+    low = _crossing(below, failing, below.attainment.low, failing.attainment.low)
+    high = _crossing(below, failing, below.attainment.high, failing.attainment.high)
+    return Interval(min(low, value), value, max(high, value))
+
+
+def saturation(points: Sequence[RatePoint]) -> Interval:
+    """The least-squares plateau, infinite without one; the interval is the range that leaving out one run gives."""
+    if not points:
+        return Interval(math.nan, math.nan, math.nan)
+    offered = np.array([point.offered_per_s for point in points])
+    achieved = np.array([point.achieved_per_s for point in points])
+    value = _plateau(offered, achieved)
+    without_one = [
+        _plateau(np.delete(offered, i), np.delete(achieved, i)) for i in range(len(points)) if len(points) > 2
+    ]
+    return Interval(min([value, *without_one]), value, max([value, *without_one]))
+
+
+def first_violation(points: Sequence[RatePoint]) -> float:
+    """The lowest offered rate that does not keep the objective; infinity where all do."""
+    return min((point.offered_per_s for point in points if not point.keeps_objective), default=math.inf)
+
+
+def _crossing(below: RatePoint, above: RatePoint, share_below: float, share_above: float) -> float:
+    """Linear between the two rates, held inside them."""
+    if share_below <= TARGET_ATTAINMENT:
+        return below.offered_per_s
+    if share_above >= TARGET_ATTAINMENT:
+        return above.offered_per_s
+    part = (share_below - TARGET_ATTAINMENT) / (share_below - share_above)
+    return below.offered_per_s + part * (above.offered_per_s - below.offered_per_s)
+
+
+def _plateau(offered: np.ndarray, achieved: np.ndarray) -> float:
+    """c of achieved = min(offered, c): the mean of the runs above c, at the split that fits best."""
+    order = np.argsort(offered)
+    offered, achieved = offered[order], achieved[order]
+    best, best_loss = math.inf, float(np.sum((achieved - offered) ** 2))
+    for first in range(len(offered)):
+        plateau = float(achieved[first:].mean())
+        loss = float(np.sum((achieved - np.minimum(offered, plateau)) ** 2))
+        if loss < best_loss - 1e-12 and plateau < offered[-1]:
+            best, best_loss = plateau, loss
+    return best

@@ -1,0 +1,138 @@
+"""The single measurements of a sweep: one prompt alone, one decode batch, one open-loop rate. Each gives a point and
+its records.
+
+Pools are measured from outside, through the front: prefill alone asks for one token, so decode has nothing to do;
+decode alone sends prompts whose KV the decode worker has in its prefix cache, so prefill has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.arrivals import ArrivalProcess, arrival_times
+from benchmarks.load_run import RunLimits, Sender, run_closed_loop, run_open_loop
+from benchmarks.request_record import RequestRecord
+from benchmarks.run_summary import RunSummary, summarise, to_json
+from benchmarks.statistics import percentile
+from benchmarks.sweep_settings import SweepSettings
+from benchmarks.sweep_store import Point
+from benchmarks.ttft_stages import STAGES
+from benchmarks.workload import LengthLaw, PlannedRequest, Workload, block_token_ids, plan_synthetic
+
+POINT_TIMEOUT_S = 300.0
+
+
+class MeasurementFailed(RuntimeError):
+    """A point could not be measured; the message has the server's own words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A deployment that is measured: its client, and its name such as `1P1D`."""
+
+    sender: Sender
+    deployment: str
+
+
+Measured = tuple[Point, Sequence[RequestRecord]]
+
+
+async def measure_prefill(target: Target, settings: SweepSettings, length: int, hit_rate: float) -> Measured:
+    """Time of one prompt on an idle server, `hit_rate` of it cached: the median of the repeats."""
+    params = {"input": float(length), "hit": hit_rate}
+    num_cached = int(length * hit_rate)
+    seed = settings.seed_of("prefill", length, hit_rate)
+    shared = block_token_ids(seed, 0, num_cached, settings.token_range)
+    plan = [
+        PlannedRequest(
+            index=repeat,
+            intended_s=0.0,
+            output_tokens=1,
+            token_ids=shared + block_token_ids(seed, 1 + repeat, length - num_cached, settings.token_range),
+            shareable_tokens=num_cached if repeat else 0,
+        )
+        # The first one only fills the cache.
+        for repeat in range(settings.repeats + 1)
+    ]
+    run = await run_closed_loop(plan, target.sender, concurrency=1, num_warmup=1, timeout_s=POINT_TIMEOUT_S)
+    _check(run.records)
+    kept = [record for record in run.records if not record.is_warmup]
+    compute_ms = [_prefill_ms(record) for record in kept]
+    uncached = [record.prompt_tokens - (record.cached_tokens or 0) for record in kept]
+    summary = summarise(run, settings.slo, is_closed_loop=True)
+    measured = {
+        "prefill_ms": float(np.median(compute_ms)),
+        "uncached": float(np.median(uncached)),
+        "cached": float(length - np.median(uncached)),
+    }
+    return _point("prefill_time", target, params, summary, kept, measured), run.records
+
+
+async def measure_decode(target: Target, settings: SweepSettings, batch: int, context: int) -> Measured:
+    """Time of one token of `batch` sequences that decode together, each with `context` prompt tokens from cache."""
+    params = {"batch": float(batch), "context": float(context)}
+    prompt = block_token_ids(settings.seed_of("decode", batch, context), 0, context, settings.token_range)
+    warmup = PlannedRequest(0, 0.0, output_tokens=1, token_ids=prompt)
+    plan = [
+        PlannedRequest(1 + place, 0.0, settings.decode_tokens, prompt, shareable_tokens=context)
+        for place in range(batch)
+    ]
+    _check((await run_closed_loop([warmup], target.sender, 1, num_warmup=0, timeout_s=POINT_TIMEOUT_S)).records)
+    run = await run_closed_loop(plan, target.sender, batch, num_warmup=0, timeout_s=POINT_TIMEOUT_S)
+    _check(run.records)
+    gaps = [gap for record in run.records for gap in record.itl_gaps_s()]
+    if not gaps:
+        raise MeasurementFailed(f"batch {batch}: the answers came in one piece each, so no step time can be seen")
+    step_ms = percentile([gap_s * 1e3 for gap_s, _ in gaps], 0.5, [weight for _, weight in gaps])
+    measured = {"step_ms": step_ms, "kv_tokens": batch * (context + settings.decode_tokens / 2)}
+    summary = summarise(run, settings.slo, is_closed_loop=True)
+    return _point("decode_step", target, params, summary, run.records, measured), run.records
+
+
+async def measure_rate(
+    target: Target, settings: SweepSettings, stage: str, workload: Workload, rate_per_s: float, repeat: int
+) -> Measured:
+    """One open-loop run of Poisson arrivals."""
+    params = {"rate": rate_per_s, "repeat": float(repeat)}
+    seed = settings.seed_of("rate", round(rate_per_s, 6), repeat)
+    times = arrival_times(ArrivalProcess("poisson", rate_per_s), settings.run_s, seed)
+    plan = plan_synthetic(workload, times, seed)
+    limits = RunLimits(drain_timeout_s=settings.drain_s)
+    run = await run_open_loop(plan, target.sender, settings.run_s, limits)
+    summary = summarise(run, settings.slo, seed)
+    kept = [record for record in run.records if record.is_ok]
+    return _point(stage, target, params, summary, kept, {}), run.records
+
+
+def prefill_only(workload: Workload) -> Workload:
+    """The workload with answers of one token: what prefill alone carries."""
+    return replace(workload, output_tokens=LengthLaw(1, 1))
+
+
+def _prefill_ms(record: RequestRecord) -> float:
+    """The worker's own compute time where the server tells it; else the TTFT, which holds everything."""
+    if record.stages is not None and record.stages.prefill_compute_ms > 0:
+        return record.stages.prefill_compute_ms
+    return (record.ttft_s or 0.0) * 1e3
+
+
+def _point(
+    stage: str,
+    target: Target,
+    params: dict[str, float],
+    summary: RunSummary,
+    kept: Sequence[RequestRecord],
+    measured: dict[str, float],
+) -> Point:
+    told = [record.stages for record in kept if record.stages is not None]
+    stages_ms = {name: float(np.median([one.stage_ms(name) for one in told])) for name in STAGES} if told else {}
+    return Point(stage, target.deployment, params, to_json(summary), measured, stages_ms)
+
+
+def _check(records: Sequence[RequestRecord]) -> None:
+    for record in records:
+        if not record.is_ok:
+            raise MeasurementFailed(f"a request failed: {record.outcome.value} {record.http_status} {record.detail}")

@@ -1,0 +1,74 @@
+"""What a sweep measures and how long: the workload, the objective, the grids. `quick` is coarser, not different."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.run_summary import Slo
+from benchmarks.workload import DEFAULT_TOKEN_RANGE, LengthLaw, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSettings:
+    """Everything that decides what the numbers are. A directory holds one sweep of one value of this."""
+
+    # The nominal workload, uniform in [low, high] tokens.
+    input_low: int = 128
+    input_high: int = 384
+    output_low: int = 24
+    output_high: int = 72
+    hit_rate: float = 0.0
+    ttft_ms: float = 1000.0
+    tpot_ms: float = 100.0
+    seed: int = 0
+    # Open-loop runs.
+    run_s: float = 60.0
+    drain_s: float = 60.0
+    resolution: float = 1.05  # bisection ends when its bracket is this tight
+    # Coupled rates as shares of the prediction.
+    rate_shares: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+    # Grids of the timing fits.
+    prefill_lengths: tuple[int, ...] = (32, 128, 512, 1024, 2048)
+    prefill_hit_rates: tuple[float, ...] = (0.0, 0.5, 0.9)
+    decode_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    decode_contexts: tuple[int, ...] = (128, 512, 1536)
+    decode_tokens: int = 32
+    repeats: int = 5
+    max_batch: int = 64  # sequences of one decode worker, where the server does not say
+    token_range: tuple[int, int] = DEFAULT_TOKEN_RANGE
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(
+            LengthLaw(self.input_low, self.input_high),
+            LengthLaw(self.output_low, self.output_high),
+            self.hit_rate,
+            token_range=self.token_range,
+        )
+
+    @property
+    def slo(self) -> Slo:
+        return Slo(self.ttft_ms, self.tpot_ms)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def seed_of(self, *parts: object) -> int:
+        """A seed for one run: the same for the same parts, so that two deployments see the same arrivals."""
+        return zlib.crc32(repr((self.seed, *parts)).encode())
+
+
+QUICK: dict[str, Any] = {
+    "run_s": 15.0,
+    "drain_s": 20.0,
+    "resolution": 1.15,
+    "rate_shares": (0.3, 0.6, 0.9, 1.2),
+    "prefill_lengths": (64, 256, 1024),
+    "prefill_hit_rates": (0.0, 0.5),
+    "decode_batches": (1, 4, 16),
+    "decode_contexts": (128, 768),
+    "decode_tokens": 24,
+    "repeats": 3,
+}
