@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from deploy.autoscaler.policy import Policy
-from deploy.autoscaler.policy_file import PolicyFileError, load_policy, parse_policy, policy_schema
+from deploy.autoscaler.policy_file import load_policy, policy_schema
+from deploy.yaml_settings import YamlSettingsError, parse_yaml_settings
 
 POLICIES = Path(__file__).parents[3] / "deploy" / "policies"
 
@@ -42,8 +43,8 @@ def test_the_published_schema_is_fresh() -> None:
     ],
 )
 def test_a_wrong_file_is_told_by_line_key_and_reason(text: str, line: int, key: str, reason: str) -> None:
-    with pytest.raises(PolicyFileError) as caught:
-        parse_policy(text, "mine.yaml")
+    with pytest.raises(YamlSettingsError) as caught:
+        parse_yaml_settings(Policy, text, "mine.yaml")
     problem = caught.value.problems[0]
     assert (problem.file, problem.line, problem.key) == ("mine.yaml", line, key)
     assert reason in problem.reason
@@ -51,6 +52,6 @@ def test_a_wrong_file_is_told_by_line_key_and_reason(text: str, line: int, key: 
 
 
 def test_all_problems_are_told_at_once() -> None:
-    with pytest.raises(PolicyFileError) as caught:
-        parse_policy("tick_s: 0\nscale_up:\n  ticks: 0\n", "mine.yaml")
+    with pytest.raises(YamlSettingsError) as caught:
+        parse_yaml_settings(Policy, "tick_s: 0\nscale_up:\n  ticks: 0\n", "mine.yaml")
     assert [problem.line for problem in caught.value.problems] == [1, 3]
