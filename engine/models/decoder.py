@@ -114,7 +114,8 @@ class _Loader:
         self._device = device
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._weights.tensor(name).to(self._device, self._dtype)
+        # Copied even where nothing changes: a mapped file that is replaced on disk must not pull memory from under us.
+        return self._weights.tensor(name).to(self._device, self._dtype, copy=True)
 
     def layer(self, index: int) -> _Layer:
         prefix = f"model.layers.{index}"
