@@ -68,7 +68,7 @@ class TerminalDisplay:
         if state is ProcessState.READY:
             self._console.print(f"{name} ready after {process.ready_after_s:.1f} s")
         elif state is ProcessState.BACKING_OFF:
-            self._console.print(f"{name} ended unasked, starting it again", style="yellow")
+            self._console.print(f"{name} ended unasked ({process.last_exit}), starting it again", style="yellow")
         elif state is ProcessState.FAILED and self._is_serving:  # before that it ends the start, which says why
             self._console.print(process.failure, style="red", markup=False, soft_wrap=True)
 

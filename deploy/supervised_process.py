@@ -50,6 +50,7 @@ class SupervisedProcess:
         self.spec = spec
         self.state = ProcessState.WAITING
         self.restarts = 0
+        self.last_exit = ""  # how the incarnation before ended
         self.failure = ""  # one line, when FAILED
         self.ready_after_s = 0.0
         self._launcher = launcher
@@ -116,6 +117,7 @@ class SupervisedProcess:
         finally:
             exited.cancel()
         process.kill()  # what it left behind in its group
+        self.last_exit = describe_status(status)
         return await self._after_exit(status, time.monotonic() - started_s, is_hung)
 
     async def _wait_until_ready(self, exited: asyncio.Task[int]) -> bool:
@@ -142,12 +144,8 @@ class SupervisedProcess:
         self._history, decision = after_crash(self._history, ran_s, time.monotonic(), self._limits)
         if isinstance(decision, GiveUp):
             times = f"{decision.crashes} times within {decision.within_s:.0f} s"
-            self._fail(self._with_last_line(f"{self.spec.name} crashed {times} (last {describe_status(status)})"))
+            self._fail(self._with_last_line(f"{self.spec.name} crashed {times} (last {self.last_exit})"))
             return False
-        _log.warning(
-            "process ended, starting it again",
-            extra={"child": self.spec.name, "status": describe_status(status), "after_s": decision.after_s},
-        )
         self._enter(ProcessState.BACKING_OFF)
         await asyncio.sleep(decision.after_s)
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -65,3 +67,32 @@ def test_url_that_is_none_is_a_startup_error() -> None:
 def test_missing_password_file_is_a_startup_error(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="Redis password"):
         RedisClient("redis://127.0.0.1:1", tmp_path / "none")
+
+
+async def test_f30_no_free_descriptor_is_redis_unavailable_and_passes(redis_server: RedisServer) -> None:
+    program = (
+        "import asyncio, os, pathlib, resource, sys\n"
+        "from cluster.redis_client import RedisClient, RedisUnavailable\n"
+        "async def main():\n"
+        "    client = RedisClient(sys.argv[1], pathlib.Path(sys.argv[2]))\n"
+        "    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+        "    taken = []\n"
+        "    try:\n"
+        "        while True: taken.append(os.dup(0))\n"
+        "    except OSError: pass\n"
+        "    try:\n"
+        "        await client.run(lambda redis: redis.ping())\n"
+        "    except RedisUnavailable as error: print('unavailable')\n"
+        "    for descriptor in taken: os.close(descriptor)\n"
+        "    print(await client.run(lambda redis: redis.ping()))\n"
+        "    await client.close()\n"
+        "asyncio.run(main())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    embedded = redis_server.embedded
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, embedded.url, str(embedded.password_file),
+        stdout=asyncio.subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    printed, _ = await asyncio.wait_for(child.communicate(), 20)
+    assert printed.decode().split() == ["unavailable", "True"]
