@@ -24,8 +24,9 @@ DEADLINE_S = 30.0
 class Collector:
     """A sink. `wait_until` polls on its condition, with a deadline."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self.steps: list[list[SequenceOutput]] = []
+        self._deadline_s = deadline_s
         self._changed = threading.Condition()
 
     def __call__(self, outputs: Sequence[SequenceOutput]) -> None:
@@ -49,7 +50,7 @@ class Collector:
 
     def wait_until(self, predicate: Any) -> None:
         with self._changed:
-            assert self._changed.wait_for(predicate, DEADLINE_S), "the engine did not get there"
+            assert self._changed.wait_for(predicate, self._deadline_s), "the engine did not get there"
 
 
 class EngineBench:
