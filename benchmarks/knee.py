@@ -17,6 +17,8 @@ from benchmarks.run_summary import Flag
 from benchmarks.statistics import Interval
 
 TARGET_ATTAINMENT = 0.90
+# A run with one of these shows no capacity: it did not settle, or it did not measure the server's own work.
+DISQUALIFYING = frozenset({Flag.SATURATED, Flag.UNSTEADY, Flag.CACHE_WARM, Flag.CLIENT_LIMITED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class RatePoint:
 
     @property
     def keeps_objective(self) -> bool:
-        return self.attainment.value >= TARGET_ATTAINMENT and not self.flags & {Flag.SATURATED, Flag.UNSTEADY}
+        return self.attainment.value >= TARGET_ATTAINMENT and not self.flags & DISQUALIFYING
 
 
 def capacity_at_slo(points: Sequence[RatePoint]) -> Interval:

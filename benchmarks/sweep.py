@@ -145,9 +145,10 @@ class Sweep:
         return await self._search(PREFILL_RATE, target, prefill_only(self.settings.workload), predicted_per_s)
 
     async def search_coupled(self, target: Target, predicted_per_s: float) -> float:
-        """The shares of the prediction, then the search: the coupled capacity."""
-        for share in self.settings.rate_shares:
-            await self._rate(COUPLED, target, self.settings.workload, share * predicted_per_s, 0)
+        """The given rates or the shares of the prediction, then the search: the coupled capacity."""
+        shares = [share * predicted_per_s for share in self.settings.rate_shares]
+        for rate_per_s in self.settings.rates_per_s or shares:
+            await self._rate(COUPLED, target, self.settings.workload, rate_per_s, 0)
         return await self._search(COUPLED, target, self.settings.workload, predicted_per_s)
 
     async def search_control(self, target: Target, predicted_per_s: float) -> float:

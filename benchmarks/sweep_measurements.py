@@ -17,7 +17,7 @@ from benchmarks.load_run import RunLimits, Sender, run_closed_loop, run_open_loo
 from benchmarks.request_record import RequestRecord
 from benchmarks.run_summary import RunSummary, summarise, to_json
 from benchmarks.statistics import percentile
-from benchmarks.sweep_settings import SweepSettings
+from benchmarks.sweep_settings import SweepSettings, mixed_seed
 from benchmarks.sweep_store import Point
 from benchmarks.ttft_stages import STAGES
 from benchmarks.workload import LengthLaw, PlannedRequest, Workload, block_token_ids, plan_synthetic
@@ -31,10 +31,11 @@ class MeasurementFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A deployment that is measured: its client, and its name such as `1P1D`."""
+    """A deployment that is measured: its client, its name such as `1P1D`, and the seed of all prompts sent to it."""
 
     sender: Sender
     deployment: str
+    content_seed: int
 
 
 Measured = tuple[Point, Sequence[RequestRecord]]
@@ -44,7 +45,7 @@ async def measure_prefill(target: Target, settings: SweepSettings, length: int, 
     """Time of one prompt on an idle server, `hit_rate` of it cached: the median of the repeats."""
     params = {"input": float(length), "hit": hit_rate}
     num_cached = int(length * hit_rate)
-    seed = settings.seed_of("prefill", length, hit_rate)
+    seed = mixed_seed(target.content_seed, "prefill", length, hit_rate)
     shared = block_token_ids(seed, 0, num_cached, settings.token_range)
     plan = [
         PlannedRequest(
@@ -74,7 +75,9 @@ async def measure_prefill(target: Target, settings: SweepSettings, length: int, 
 async def measure_decode(target: Target, settings: SweepSettings, batch: int, context: int) -> Measured:
     """Time of one token of `batch` sequences that decode together, each with `context` prompt tokens from cache."""
     params = {"batch": float(batch), "context": float(context)}
-    prompt = block_token_ids(settings.seed_of("decode", batch, context), 0, context, settings.token_range)
+    prompt = block_token_ids(
+        mixed_seed(target.content_seed, "decode", batch, context), 0, context, settings.token_range
+    )
     warmup = PlannedRequest(0, 0.0, output_tokens=1, token_ids=prompt)
     plan = [
         PlannedRequest(1 + place, 0.0, settings.decode_tokens, prompt, shareable_tokens=context)
@@ -99,7 +102,9 @@ async def measure_rate(
     params = {"rate": rate_per_s, "repeat": float(repeat)}
     seed = settings.seed_of("rate", round(rate_per_s, 6), repeat)
     times = arrival_times(ArrivalProcess("poisson", rate_per_s), settings.run_s, seed)
-    plan = plan_synthetic(workload, times, seed)
+    # With the stage: what one stage left in the prefix cache must not serve the next one's runs at the same rate.
+    content_seed = mixed_seed(target.content_seed, stage, round(rate_per_s, 6), repeat)
+    plan = plan_synthetic(workload, times, seed, content_seed)
     limits = RunLimits(drain_timeout_s=settings.drain_s)
     run = await run_open_loop(plan, target.sender, settings.run_s, limits)
     summary = summarise(run, settings.slo, seed)

@@ -27,8 +27,9 @@ class SweepSettings:
     run_s: float = 60.0
     drain_s: float = 60.0
     resolution: float = 1.05  # bisection ends when its bracket is this tight
-    # Coupled rates as shares of the prediction.
+    # Coupled rates as shares of the prediction; or these rates, so that another sweep can be compared run by run.
     rate_shares: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+    rates_per_s: tuple[float, ...] = ()
     # Grids of the timing fits.
     prefill_lengths: tuple[int, ...] = (32, 128, 512, 1024, 2048)
     prefill_hit_rates: tuple[float, ...] = (0.0, 0.5, 0.9)
@@ -57,7 +58,11 @@ class SweepSettings:
 
     def seed_of(self, *parts: object) -> int:
         """A seed for one run: the same for the same parts, so that two deployments see the same arrivals."""
-        return zlib.crc32(repr((self.seed, *parts)).encode())
+        return mixed_seed(self.seed, *parts)
+
+
+def mixed_seed(*parts: object) -> int:
+    return zlib.crc32(repr(parts).encode())
 
 
 QUICK: dict[str, Any] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,8 +51,13 @@ def point_key(stage: str, deployment: str, params: dict[str, float]) -> str:
 class SweepStore:
     """Reads and writes one sweep's directory."""
 
-    def __init__(self, directory: Path, settings: SweepSettings, machine: Machine, model: str) -> None:
+    def __init__(
+        self, directory: Path, settings: SweepSettings, machine: Machine, model: str, content_seed: int | None = None
+    ) -> None:
         self.directory = directory
+        # Of the prompts' tokens, new for each sweep: a server that still has another sweep's prompts in its cache must
+        # not find these there.
+        self.content_seed = secrets.randbits(31) if content_seed is None else content_seed
         self._points: dict[str, Point] = {}
         (directory / "points").mkdir(parents=True, exist_ok=True)
         (directory / "records").mkdir(exist_ok=True)
@@ -60,6 +66,7 @@ class SweepStore:
             "version": SCHEMA_VERSION,
             "model": model,
             "settings": settings.to_json(),
+            "content_seed": self.content_seed,
             "machine": asdict(machine),
         }
         self._claim()
@@ -100,6 +107,7 @@ class SweepStore:
                     f"{self.directory} holds a sweep with other {' and '.join(differing)}: "
                     "choose another --out, or remove it"
                 )
+            self.content_seed = int(held["content_seed"])
             return
         path.write_text(json.dumps(self._manifest, indent=1) + "\n", encoding="utf-8")
 

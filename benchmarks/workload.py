@@ -82,8 +82,14 @@ class Workload:
             raise ValueError(f"hit_rate is {self.hit_rate}, must be in [0, 1): a prompt has at least one new token")
 
 
-def plan_synthetic(workload: Workload, times_s: FloatArray, seed: int) -> list[PlannedRequest]:
-    """One request for each arrival time."""
+def plan_synthetic(
+    workload: Workload, times_s: FloatArray, seed: int, content_seed: int | None = None
+) -> list[PlannedRequest]:
+    """One request for each arrival time. `seed` draws lengths and which prefix is shared, `content_seed` the tokens.
+
+    Two runs of one seed with different contents ask for the same work of a server that may have cached the first run.
+    """
+    content = seed if content_seed is None else content_seed
     rng = np.random.default_rng((seed, 1))
     count = len(times_s)
     inputs = workload.input_tokens.draw(rng, count)
@@ -95,8 +101,8 @@ def plan_synthetic(workload: Workload, times_s: FloatArray, seed: int) -> list[P
         num_tokens, prefix = int(inputs[index]), int(prefixes[index])
         num_shared = int(num_tokens * workload.hit_rate)
         # A common prefix is one long block, cut to length: a longer prompt's prefix begins with a shorter one's.
-        shared = block_token_ids(seed, prefix, num_shared, workload.token_range)
-        private = block_token_ids(seed, PRIVATE_BLOCK_BASE + index, num_tokens - num_shared, workload.token_range)
+        shared = block_token_ids(content, prefix, num_shared, workload.token_range)
+        private = block_token_ids(content, PRIVATE_BLOCK_BASE + index, num_tokens - num_shared, workload.token_range)
         plan.append(
             PlannedRequest(
                 index=index,

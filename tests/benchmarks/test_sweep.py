@@ -41,7 +41,7 @@ def _sender() -> TwoPoolSender:
 async def _sweep(store: SweepStore, sender: TwoPoolSender, progress: Progress) -> tuple[float, float, float]:
     sweep = Sweep(SETTINGS, store, progress)
     sweep.plan_time(has_control=False)
-    target = Target(sender, "1P1D")
+    target = Target(sender, "1P1D", content_seed=5)
     timings = await sweep.measure_timings(target, kv_tokens=100_000, max_batch=64)
     x_p, x_d = predicted_capacities(SETTINGS, timings.model)
     measured_x_p = await sweep.search_prefill(target, x_p)
@@ -63,6 +63,8 @@ def test_a_sweep_finds_the_pools_that_it_measures_and_goes_on_where_it_stopped(t
     assert capacity == pytest.approx(measured_x_p, rel=0.25)
     for stage in (PREFILL_TIME, DECODE_STEP, PREFILL_RATE, COUPLED):
         assert store.points(stage)
+    # No run found the prompts of another one in the cache.
+    assert not any("cache_warm" in point.summary["flags"] for point in read_points(tmp_path))
     assert reports[-1][1] <= reports[-1][2]
 
     model = Sweep(SETTINGS, store, Progress(lambda *_: None)).timings("1P1D", 100_000, 64).model
@@ -92,7 +94,7 @@ def test_a_directory_with_another_sweep_is_refused(tmp_path: Path) -> None:
 def test_a_refused_request_ends_the_measurement_with_the_servers_words() -> None:
     sender = ScriptedSender(lambda number, body, now_s: Answer(status=404, body='{"error": "model_not_found"}'))
     with pytest.raises(MeasurementFailed, match="model_not_found"):
-        run_virtually(measure_prefill(Target(sender, "1P1D"), SETTINGS, 64, 0.0))
+        run_virtually(measure_prefill(Target(sender, "1P1D", content_seed=5), SETTINGS, 64, 0.0))
 
 
 def test_two_deployments_see_the_same_arrivals() -> None:

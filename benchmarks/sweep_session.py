@@ -1,0 +1,136 @@
+"""A sweep from start to end: deployments up and down, measurements, plan, report. The commands call this."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster_under_test import started_cluster
+from benchmarks.knee import capacity_at_slo
+from benchmarks.machine import describe_machine
+from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient
+from benchmarks.planner import PdPlan, TrafficShape, plan, write_plan
+from benchmarks.report import write_report
+from benchmarks.sweep import COUPLED, Progress, Sweep, predicted_capacities, rate_points, sweep_policy
+from benchmarks.sweep_measurements import Target
+from benchmarks.sweep_settings import SweepSettings
+from benchmarks.sweep_store import SweepStore
+
+DISAGGREGATED, AGGREGATED = "1P1D", "2A"
+DISAGGREGATED_FLAGS = ("--prefill", "1", "--decode", "1")
+# As many workers as the disaggregated deployment has: a fair control.
+AGGREGATED_FLAGS = ("--prefill", "0", "--decode", "0", "--aggregated", "2")
+NUM_CONTROL_WORKERS = 2
+REQUEST_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """What the command was asked for. Without a URL the deployments are started here."""
+
+    out: Path
+    settings: SweepSettings
+    url: str = ""
+    control_url: str = ""
+    dialect: Dialect = "tandem"
+    api_key: str = ""
+    serve_flags: Sequence[str] = ()
+    max_workers: int = 8
+
+
+async def run_sweep(options: SweepOptions, progress: Progress) -> tuple[PdPlan, Path]:
+    """The plan and the report's path.
+
+    Raises `ClusterError`, `ConnectionError`, `MeasurementFailed`, `SweepDirectoryError` with one line each.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    has_control = bool(options.control_url or not options.url)
+    async with _deployment(options, options.url, DISAGGREGATED, DISAGGREGATED_FLAGS) as client:
+        store = SweepStore(options.out, options.settings, describe_machine(), client.endpoint.model)
+        sweep = Sweep(options.settings, store, progress)
+        sweep.plan_time(has_control=has_control)
+        target = Target(client, DISAGGREGATED, store.content_seed)
+        limits = await _pool_limits(client)
+        timings = await sweep.measure_timings(target, limits.kv_tokens, limits.max_batch)
+        x_p, x_d = predicted_capacities(options.settings, timings.model)
+        await sweep.search_prefill(target, x_p)
+        await sweep.search_coupled(target, min(x_p, x_d))
+    control = None
+    if has_control:
+        async with _deployment(options, options.control_url, AGGREGATED, AGGREGATED_FLAGS) as client:
+            capacity = await sweep.search_control(Target(client, AGGREGATED, store.content_seed), min(x_p, x_d))
+            control = capacity / NUM_CONTROL_WORKERS
+    traffic = TrafficShape(
+        options.settings.workload.input_tokens.mean,
+        options.settings.workload.output_tokens.mean,
+        options.settings.hit_rate,
+    )
+    policy = sweep_policy(options.settings)
+    made = plan(traffic, timings.model, policy, options.max_workers, f"sweep of {client.endpoint.model}", control)
+    checked = _with_check(made, capacity_at_slo(rate_points(store.points(COUPLED))).value, min(x_p, x_d))
+    write_plan(options.out, checked, policy)
+    return checked, write_report(options.out)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """Of one decode worker; 0 is unknown."""
+
+    kv_tokens: int = 0
+    max_batch: int = 0
+
+
+def pool_limits(status: dict[str, Any]) -> PoolLimits:
+    """From `/statusz`: the smallest pool of the workers that decode."""
+    pools = [
+        (int(worker["load"]["total_blocks"]) * int(worker["block_tokens"]), _max_sequences(worker))
+        for worker in status.get("workers", [])
+        if "prefill" not in str(worker.get("role") or (worker.get("identity") or {}).get("role", "")).lower()
+        and worker.get("load", {}).get("total_blocks")
+        and worker.get("block_tokens")
+    ]
+    if not pools:
+        return PoolLimits()
+    return PoolLimits(min(tokens for tokens, _ in pools), min(batch for _, batch in pools))
+
+
+def _max_sequences(worker: dict[str, Any]) -> int:
+    return int((worker.get("details") or {}).get("max_sequences", 0))
+
+
+def _with_check(made: PdPlan, measured_1p1d: float, predicted_1p1d: float) -> PdPlan:
+    """The coupled run is of 1P1D: its ratio to its own prediction is the split's too."""
+    if made.split is None or predicted_1p1d <= 0:
+        return made
+    return replace(made, measured_requests_per_s=made.split.requests_per_s * measured_1p1d / predicted_1p1d)
+
+
+async def _pool_limits(client: OpenAiClient) -> PoolLimits:
+    try:
+        return pool_limits(await client.get_json("/statusz"))
+    except (ConnectionError, ValueError):
+        return PoolLimits()
+
+
+@asynccontextmanager
+async def _deployment(options: SweepOptions, url: str, name: str, flags: Sequence[str]) -> AsyncIterator[OpenAiClient]:
+    """A client of the given URL, or of a cluster that lives as long as the block."""
+    if url:
+        async with await connected(url, options.dialect, options.api_key) as client:
+            yield client
+        return
+    with started_cluster((*flags, *options.serve_flags), options.out / f"{name}.log") as own_url:
+        async with await connected(own_url, options.dialect, options.api_key) as client:
+            yield client
+
+
+async def connected(url: str, dialect: Dialect, api_key: str = "", model: str = "") -> OpenAiClient:
+    """A client that knows the served model's name. Raises `ConnectionError` when nothing answers there."""
+    if not model:
+        async with OpenAiClient(Endpoint(url, "", dialect, api_key), timeout_s=30.0) as asking:
+            models = await asking.get_json("/v1/models")
+        model = str(models["data"][0]["id"])
+    return OpenAiClient(Endpoint(url, model, dialect, api_key), REQUEST_TIMEOUT_S)
