@@ -1,0 +1,48 @@
+"""Running totals of one worker: as `WorkerStatus.counters` and as Prometheus metrics, counted in one place."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+from tandem.v1 import worker_pb2
+
+from cluster.telemetry import WorkerMetrics
+
+
+class WorkerCounters:
+    """Safe to call from any thread: the engine's and the transports' count here too."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self.metrics = metrics
+        self._totals: Counter[str] = Counter()
+        self._largest_batch = 0
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._totals[name] += amount
+
+    def engine_step(self, num_sequences: int, num_tokens: int) -> None:
+        """A step that gave tokens to so many sequences."""
+        self.metrics.batch_sizes.observe(num_sequences)
+        self.metrics.generation_tokens.inc(num_tokens)
+        with self._lock:
+            self._totals["generation_tokens"] += num_tokens
+            self._totals["engine_steps"] += 1
+            self._largest_batch = max(self._largest_batch, num_sequences)
+
+    def show_load(self, load: worker_pb2.LoadReport, conservation_error: int) -> None:
+        """Brings the gauges up to date; called at every heartbeat."""
+        metrics = self.metrics
+        metrics.requests_running.set(load.running_requests)
+        metrics.requests_waiting.set(load.waiting_requests)
+        metrics.kv_cache_usage.set(1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0)
+        metrics.kv_blocks_quarantined.set(load.quarantined_blocks)
+        metrics.block_conservation_error.set(conservation_error)
+
+    def as_numbers(self) -> dict[str, float]:
+        with self._lock:
+            return {name: float(total) for name, total in self._totals.items()} | {
+                "max_batch_size": float(self._largest_batch)
+            }
