@@ -125,6 +125,11 @@ class Engine:
             census=self._pool.census(),
         )
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread takes requests; False before `start`, after `stop`, and once it has given up."""
+        return self._thread.is_alive()
+
     def stop(self, timeout_s: float) -> None:
         self._inbox.stop()
         if self._thread.ident is None:  # never started: nobody else will tell those who wait
