@@ -1,0 +1,317 @@
+"""One prefill worker as this decode worker sees it: one Handoff stream, kept up with bounded back-off.
+
+    CONNECTING ──HelloAck accepted──> READY ──stream broken, 3 pings missed, new incarnation──> BROKEN
+        │ ^                                                                                       │
+        │ ├──────────────────────────────────────── back-off ─────────────────────────────────────┘
+        │ └──new incarnation, or refused_retry_s──┐
+        └──────HelloAck refused───────────────> REFUSED
+
+Messages of a transfer go to the listener that registered its key. When the stream breaks every listener hears
+`peer_gone` at once. It knows nothing of blocks or of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import grpc
+from tandem.v1 import handoff_pb2, handoff_pb2_grpc, worker_pb2
+
+from cluster.errors import TandemError, WorkerUnavailable
+from cluster.identity import Incarnation, WorkerId
+from cluster.racing_tasks import first_of
+from kv_transfer.transfer_ref import TransferRef
+
+MAX_MISSED_PINGS = 3
+# Control messages that may wait for one peer's socket: more means that it does not read.
+MAX_QUEUED_MESSAGES = 4096
+
+HandoffCall: TypeAlias = grpc.aio.StreamStreamCall[handoff_pb2.DecodeToPrefill, handoff_pb2.PrefillToDecode]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTiming:
+    """When a peer is dead, and how soon it is tried again."""
+
+    handshake_timeout_s: float = 5.0
+    ping_interval_s: float = 1.0  # dead after MAX_MISSED_PINGS of them, at once on a broken stream
+    min_backoff_s: float = 0.1
+    max_backoff_s: float = 5.0
+    # A refusal is a difference of settings: it lasts until somebody restarts one side, and a restart shows as a new
+    # incarnation; asking again this often only covers a membership that says nothing.
+    refused_retry_s: float = 30.0
+
+
+class PeerState(enum.Enum):
+    CONNECTING = "connecting"
+    READY = "ready"
+    REFUSED = "refused"
+    BROKEN = "broken"
+    CLOSED = "closed"
+
+
+class TransferListener(Protocol):
+    """One attempt's ear on a peer. Called on the event loop."""
+
+    def on_message(self, message: handoff_pb2.PrefillToDecode) -> None: ...
+
+    def peer_gone(self, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """What one handshake agreed on."""
+
+    incarnation: Incarnation
+    transport: str
+    transport_reason: str
+    measured_gb_per_s: float
+
+
+class Handshake(Protocol):
+    """Makes this worker's Hello for one connection and judges the answer."""
+
+    def hello(self, peer: str) -> handoff_pb2.Hello: ...
+
+    def goodbye(self, hello: handoff_pb2.Hello) -> None:
+        """That connection is over: what its Hello allowed is void."""
+        ...
+
+    def mismatches(self, answer: handoff_pb2.HelloAck) -> list[handoff_pb2.Mismatch]:
+        """What forbids this pair; empty when they fit."""
+        ...
+
+
+class PrefillPeer:
+    """Owned by `PrefillPeers`; lives as long as the worker id is known. Used on the event loop only."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        address: str,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        handshake: Handshake,
+        load_report: Callable[[], worker_pb2.LoadReport],
+        timing: PeerTiming,
+    ) -> None:
+        self.worker_id = worker_id
+        self.address = address
+        self.state = PeerState.CONNECTING
+        self.reason = ""
+        self.link: PeerLink | None = None
+        self.refused_incarnation = Incarnation("")
+        self.refused_field = ""
+        self.remote_load = worker_pb2.LoadReport()
+        self._open_channel = open_channel
+        self._handshake = handshake
+        self._load_report = load_report
+        self._timing = timing
+        self._listeners: dict[TransferRef, TransferListener] = {}
+        self._outgoing: asyncio.Queue[handoff_pb2.DecodeToPrefill] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._state_changed = asyncio.Condition()
+        self._retry_now = asyncio.Event()
+        self._last_expected = Incarnation("")
+        self._is_retired = False
+        self._unanswered_pings = 0
+        self._task = asyncio.create_task(self._keep_connected(), name=f"peer {worker_id}")
+
+    async def ready(self, timeout_s: float) -> PeerLink:
+        """The link once there is one. Raises `WorkerUnavailable` at once while the peer is refused or in back-off,
+        and after `timeout_s` while it is connecting."""
+        try:
+            async with self._state_changed:
+                await asyncio.wait_for(
+                    self._state_changed.wait_for(lambda: self.state is not PeerState.CONNECTING), timeout_s
+                )
+        except TimeoutError:
+            raise self._unavailable(f"no handshake within {timeout_s:.1f} s") from None
+        if self.state is not PeerState.READY or self.link is None:
+            raise self._unavailable(self.reason or self.state.value)
+        return self.link
+
+    def register(self, ref: TransferRef, listener: TransferListener) -> None:
+        self._listeners[ref] = listener
+
+    def unregister(self, ref: TransferRef) -> None:
+        self._listeners.pop(ref, None)
+
+    def send(self, message: handoff_pb2.DecodeToPrefill) -> None:
+        """Queues a message. Raises `WorkerUnavailable` when there is no stream, or when the peer does not read."""
+        if self.state is not PeerState.READY:
+            raise self._unavailable(self.reason or self.state.value)
+        try:
+            self._outgoing.put_nowait(message)
+        except asyncio.QueueFull:
+            raise self._unavailable(f"{MAX_QUEUED_MESSAGES} control messages wait for its socket") from None
+
+    def expect_incarnation(self, incarnation: Incarnation) -> None:
+        """Somebody saw this incarnation at the peer's name: another one that we hold is dead, and a pause is over."""
+        self._is_retired = False
+        if not incarnation or (self.link is not None and self.link.incarnation == incarnation):
+            return
+        if self._last_expected != incarnation:
+            self._last_expected = incarnation
+            self._retry_now.set()
+
+    def status(self) -> worker_pb2.PeerStatus:
+        link = self.link
+        return worker_pb2.PeerStatus(
+            worker_id=self.worker_id,
+            incarnation=link.incarnation if link else self.refused_incarnation,
+            transport=link.transport if link else "",
+            measured_gb_per_s=link.measured_gb_per_s if link else 0.0,
+            state=self.state.value,
+            reason=self.reason,
+        )
+
+    def retire(self) -> None:
+        """Membership lists it no more: what runs on its stream goes on, but a broken stream is the end."""
+        self._is_retired = True
+        if self.state is not PeerState.READY:
+            self._retry_now.set()  # ends its pause, and with it the task
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._enter(PeerState.CLOSED, "closed")
+
+    async def _keep_connected(self) -> None:
+        failures = 0
+        while not self._is_retired:
+            await self._enter(PeerState.CONNECTING, "")
+            self._retry_now.clear()
+            try:
+                await self._serve_one_connection()
+                reason = "the peer ended the stream"
+            except asyncio.CancelledError:
+                self._drop_listeners("this worker closes")
+                raise
+            except _Refused as error:
+                await self._enter(PeerState.REFUSED, str(error))
+                logger.warning("prefill worker %s refused: %s", self.worker_id, error)
+                await self._pause(self._timing.refused_retry_s)
+                continue
+            except (grpc.aio.AioRpcError, TandemError, TimeoutError, OSError) as error:
+                reason = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            was_ready = self.state is PeerState.READY
+            failures = 0 if was_ready else failures + 1
+            await self._enter(PeerState.BROKEN, reason or "broken")
+            self._drop_listeners(self.reason)
+            if was_ready:
+                logger.warning("prefill worker %s is gone: %s", self.worker_id, reason)
+            await self._pause(min(self._timing.max_backoff_s, self._timing.min_backoff_s * 2**failures))
+        await self._enter(PeerState.CLOSED, "left the cluster")
+
+    async def _serve_one_connection(self) -> None:
+        """Returns when the peer ends the stream; raises when it breaks or falls silent."""
+        async with self._open_channel(self.address) as channel:
+            stream = handoff_pb2_grpc.PrefillWorkerStub(channel).Handoff()  # type: ignore[call-arg]  # written to later
+            hello = self._handshake.hello(self.worker_id)
+            try:
+                self.link = await asyncio.wait_for(self._shake_hands(stream, hello), self._timing.handshake_timeout_s)
+                await self._enter(PeerState.READY, self.link.transport_reason)
+                logger.info(
+                    "prefill worker %s (%s) ready: transport %s, %.2f GB/s",
+                    self.worker_id,
+                    self.link.incarnation,
+                    self.link.transport,
+                    self.link.measured_gb_per_s,
+                )
+                await first_of(self._read(stream), self._write(stream), self._ping(), self._wait_for_replacement())
+            finally:
+                stream.cancel()
+                self._handshake.goodbye(hello)
+
+    async def _shake_hands(self, stream: HandoffCall, hello: handoff_pb2.Hello) -> PeerLink:
+        await stream.write(handoff_pb2.DecodeToPrefill(hello=hello))
+        answer = await stream.read()
+        if not isinstance(answer, handoff_pb2.PrefillToDecode) or answer.WhichOneof("message") != "hello":
+            raise self._unavailable("the first answer was not HelloAck")
+        mismatches = self._handshake.mismatches(answer.hello)
+        if mismatches:
+            self.refused_incarnation = Incarnation(answer.hello.identity.incarnation)
+            self.refused_field = mismatches[0].field
+            raise _Refused("; ".join(f"{bad.field} is {bad.mine} there and {bad.yours} here" for bad in mismatches))
+        return PeerLink(
+            incarnation=Incarnation(answer.hello.identity.incarnation),
+            transport=answer.hello.transport,
+            transport_reason=answer.hello.transport_reason,
+            measured_gb_per_s=answer.hello.measured_gb_per_s,
+        )
+
+    async def _read(self, stream: HandoffCall) -> None:
+        while True:
+            message = await stream.read()
+            if not isinstance(message, handoff_pb2.PrefillToDecode):
+                return  # end of stream
+            if message.WhichOneof("message") == "pong":
+                self._on_pong(message.pong)
+                continue
+            self._dispatch(message)
+
+    def _dispatch(self, message: handoff_pb2.PrefillToDecode) -> None:
+        kind = message.WhichOneof("message")
+        if kind is None or kind == "hello":
+            return
+        listener = self._listeners.get(TransferRef.of(getattr(message, kind).key))
+        if listener is not None:  # else it speaks of an attempt that is over
+            listener.on_message(message)
+
+    def _on_pong(self, pong: handoff_pb2.Pong) -> None:
+        if self.link is not None and pong.incarnation != self.link.incarnation:
+            raise self._unavailable(f"incarnation changed to {pong.incarnation}")
+        self._unanswered_pings = 0
+        self.remote_load = pong.load
+
+    async def _write(self, stream: HandoffCall) -> None:
+        while True:
+            await stream.write(await self._outgoing.get())
+
+    async def _ping(self) -> None:
+        number = 0
+        self._unanswered_pings = 0
+        while True:
+            await asyncio.sleep(self._timing.ping_interval_s)
+            if self._unanswered_pings >= MAX_MISSED_PINGS:
+                raise self._unavailable(f"{MAX_MISSED_PINGS} pings were not answered")
+            number += 1
+            self._unanswered_pings += 1
+            live = [ref.to_message() for ref in self._listeners]
+            ping = handoff_pb2.Ping(number=number, live=live, load=self._load_report())
+            self.send(handoff_pb2.DecodeToPrefill(ping=ping))
+
+    async def _wait_for_replacement(self) -> None:
+        await self._retry_now.wait()
+        raise self._unavailable("another incarnation has its name now")
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._retry_now.wait(), seconds)
+
+    async def _enter(self, state: PeerState, reason: str) -> None:
+        if state is not PeerState.READY:
+            self.link = None
+            self._outgoing = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        async with self._state_changed:
+            self.state, self.reason = state, reason
+            self._state_changed.notify_all()
+
+    def _drop_listeners(self, reason: str) -> None:
+        listeners, self._listeners = list(self._listeners.values()), {}
+        for listener in listeners:
+            listener.peer_gone(reason)
+
+    def _unavailable(self, what: str) -> WorkerUnavailable:
+        return WorkerUnavailable(f"prefill worker {self.worker_id}: {what}", stage="prefill")
+
+
+class _Refused(Exception):
+    """The two workers do not fit; the message names the field."""

@@ -1,0 +1,284 @@
+"""The life of one request on its decode worker, from the router's submit to its last token.
+
+    submit ─> RESERVE ─> ask P ─> KV lands, verified ─> engine.submit(landed) ─> tokens ─> end
+                 ^         │ Reject: next P, same blocks
+                 │         │ failed: keep what verified, quarantine the rest
+                 └─────────┘ next P
+                           └─ no P left: local prefill (the engine does it), or an error that says why
+
+One task runs it, one place ends it: whatever happens, `run` gives every block back before it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from tandem.v1 import common_pb2, worker_pb2
+
+from cluster.errors import (
+    DeadlineExceeded,
+    EngineFailure,
+    NoWorkersAvailable,
+    TandemError,
+    WorkerUnavailable,
+)
+from cluster.identity import Incarnation, WorkerId, new_transfer_id
+from decode_worker.decode_metrics import DecodeMetrics
+from decode_worker.kv_arrival import ArrivalFailed, ArrivalRejected, Landed
+from decode_worker.prefill_peer import PrefillPeer
+from decode_worker.prefill_peers import PrefillPeers
+from decode_worker.request_check import AcceptedRequest
+from decode_worker.request_timeline import RequestMoment, RequestTimeline
+from decode_worker.reservations import Reservation, Reservations
+from decode_worker.step_tokens import FINISH_REASONS, StepEntry
+from engine import logprob_messages
+from engine.request import EngineRequest, FinishReason, LandedPrompt, SequenceOutput, ServingEngine
+from kv_transfer.transfer_ref import TransferRef
+
+if TYPE_CHECKING:
+    from decode_worker.router_session import RouterSession
+
+logger = logging.getLogger(__name__)
+
+
+class PromptArrivals(Protocol):
+    """Gets a prompt's KV from a prefill worker (`kv_arrivals.KvArrivals`)."""
+
+    async def fetch(
+        self,
+        ref: TransferRef,
+        peer: PrefillPeer,
+        request: AcceptedRequest,
+        reservation: Reservation,
+        timeline: RequestTimeline,
+    ) -> Landed:
+        """Raises `ArrivalRejected` (the reservation is whole) or `ArrivalFailed` (it is given away)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlowResources:
+    """What every flow of a worker shares."""
+
+    engine: ServingEngine
+    reservations: Reservations
+    peers: PrefillPeers
+    arrivals: PromptArrivals
+    metrics: DecodeMetrics
+
+
+class RequestFlow:
+    """One request. Used on the event loop only."""
+
+    def __init__(
+        self, request: AcceptedRequest, session: RouterSession, resources: FlowResources, timeline: RequestTimeline
+    ) -> None:
+        self.request = request
+        self.session = session
+        self.timeline = timeline
+        self._resources = resources
+        self._ended = asyncio.Event()
+        self._error: TandemError | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._cancel_reason = ""
+        self._is_in_engine = False
+        self._reservation: Reservation | None = None
+        self._transfer_id = new_transfer_id()
+        self._epoch = 0
+        self._num_generated = request.num_generated
+        timeline.mark(RequestMoment.RECEIVED)
+
+    # --- the story ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serves the request; every way out tells the router exactly once. Never raises."""
+        self._task = asyncio.current_task()
+        try:
+            if not self._cancel_reason:
+                async with asyncio.timeout(self.request.deadline_s or None):
+                    landed = await self._land()
+                    self._submit(landed.prompt if landed else None)
+                    if landed is not None:
+                        self._send_first_token(landed)
+                    await self._ended.wait()
+                if self._error is not None:
+                    raise self._error
+        except TimeoutError:
+            self._fail(DeadlineExceeded(f"the deadline of {self.request.deadline_s:.1f} s passed"))
+        except asyncio.CancelledError:
+            self._cancel_reason = self._cancel_reason or "the worker stops"
+        except TandemError as error:
+            self._fail(error)
+        except Exception:
+            logger.exception("request %s failed", self.request.engine_id)
+            self._fail(EngineFailure("internal error in the decode worker"))
+        finally:
+            if self._is_in_engine:
+                self._resources.engine.cancel(self.request.engine_id)
+            if self._reservation is not None:
+                self._reservation.give_back()
+        if self._cancel_reason:
+            self._tell_cancelled()
+
+    def cancel(self, reason: str) -> None:
+        """Ends the request from outside: client gone, router gone, superseded. Ending twice changes nothing."""
+        if self._cancel_reason or self._ended.is_set():
+            return
+        self._cancel_reason = reason
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _land(self) -> Landed | None:
+        """The prompt with its KV here; None when the engine shall prefill it."""
+        if not self.request.placements:
+            return None
+        failure: TandemError = NoWorkersAvailable("no prefill worker answered", stage="prefill")
+        for placement in self.request.placements:
+            self._epoch += 1
+            try:
+                return await self._fetch(placement, await self._reserved())
+            except ArrivalRejected as rejected:  # nothing was written: the next P gets the same blocks
+                failure = rejected.error
+            except ArrivalFailed as failed:  # the arrival has given the blocks away, safely
+                failure = failed.error
+            self._resources.metrics.attempt_failed(failure)
+            logger.warning("request %s: %s", self.request.engine_id, failure.message)
+        self._fall_back(failure)
+        return None
+
+    async def _reserved(self) -> Reservation:
+        """The blocks of the attempt before, when nobody wrote into them, else fresh ones."""
+        if self._reservation is None or self._reservation.is_given_back:
+            self._reservation = await self._resources.reservations.take(self.request)
+            self.timeline.mark(RequestMoment.RESERVED)
+        return self._reservation
+
+    async def _fetch(self, placement: worker_pb2.PrefillPlacement, reservation: Reservation) -> Landed:
+        """Asks one P and waits. Raises `ArrivalRejected` (the reservation is whole) or `ArrivalFailed` (it is gone)."""
+        try:
+            peer = await self._resources.peers.ready(
+                WorkerId(placement.worker_id), Incarnation(placement.incarnation), placement.control_address
+            )
+        except WorkerUnavailable as error:
+            raise ArrivalRejected(error) from None
+        ref = TransferRef(self._transfer_id, self._epoch)
+        landed = await self._resources.arrivals.fetch(ref, peer, self.request, reservation, self.timeline)
+        self._resources.metrics.landed(self.timeline)
+        return landed
+
+    def _fall_back(self, failure: TandemError) -> None:
+        """No placement is left: the engine prefills, where that is allowed. Raises `failure` where it is not."""
+        if not self.request.allow_local_prefill:
+            raise failure
+        if self._reservation is not None:
+            self._reservation.give_back()  # the engine takes its own, and finds what was salvaged in the prefix cache
+        self._resources.metrics.prefilled_locally(failure)
+        self.timeline.prefill_worker_id = ""
+        self.timeline.transport = ""
+
+    def _submit(self, landed: LandedPrompt | None) -> None:
+        request = self.request
+        engine_request = EngineRequest(
+            request_id=request.engine_id,
+            token_ids=request.token_ids,
+            sampling=request.sampling,
+            scope_key=request.scope_key,
+            num_generated=request.num_generated,
+            priority=request.priority,
+            landed=landed,
+        )
+        self._resources.engine.submit(engine_request)
+        self._is_in_engine = True
+        if landed is not None and self._reservation is not None:
+            self._reservation.hand_over()
+
+    def _send_first_token(self, landed: Landed) -> None:
+        """The token that came with the KV goes out at once; the engine knows it and gives the ones after it."""
+        prompt = landed.prompt
+        output = SequenceOutput(
+            self.request.engine_id,
+            (prompt.first_token_id,),
+            () if prompt.first_logprobs is None else (prompt.first_logprobs,),
+            landed.prompt_logprobs,
+            cached_tokens=prompt.cached_tokens,
+        )
+        entry = self.on_output(output)
+        if entry is not None:
+            self.session.send_step([entry])
+
+    # --- outputs ------------------------------------------------------------------------------------------------------
+
+    def on_output(self, output: SequenceOutput) -> StepEntry | None:
+        """This request's share of a step as the router shall see it; None when there is nothing (more) to say."""
+        if self._cancel_reason or self._ended.is_set():
+            return None
+        if output.finish_reason is FinishReason.ERROR:
+            self._end(EngineFailure(output.error or "the engine failed on this request", stage="decode"))
+            return None
+        if output.finish_reason is FinishReason.CANCELLED:  # not by us: the engine stops
+            self._end(WorkerUnavailable("the engine stopped before the request ended", stage="decode"))
+            return None
+        event = self._event(output)
+        self._num_generated += len(output.token_ids)
+        if output.finish_reason is not None:
+            self._end(None)
+        return StepEntry(self.request.request_id, output.token_ids, event)
+
+    def _event(self, output: SequenceOutput) -> worker_pb2.RequestEvent | None:
+        """Everything of this step that is not just a token: first tokens, ends, logprobs. Mostly None."""
+        is_first = RequestMoment.FIRST_TOKEN not in self.timeline.moments
+        is_end = output.finish_reason is not None
+        self._mark(output, is_first)
+        if not (is_first or is_end or output.logprobs):
+            return None
+        event = worker_pb2.RequestEvent(
+            request_id=self.request.request_id,
+            fence=self.request.fence,
+            logprobs=[logprob_messages.to_message(logprobs) for logprobs in output.logprobs],
+            prompt_tokens=self.request.num_tokens - self.request.num_generated,
+        )
+        if is_first:
+            event.prompt_logprobs.extend(logprob_messages.to_message(logprobs) for logprobs in output.prompt_logprobs)
+            event.cached_tokens = output.cached_tokens
+        if output.finish_reason is not None:
+            event.finish_reason = FINISH_REASONS[output.finish_reason]
+            event.completion_tokens = self._num_generated + len(output.token_ids)
+            if output.stop_token_id is not None:
+                event.has_stop_token, event.stop_token_id = True, output.stop_token_id
+        if is_first or is_end:
+            event.timeline.CopyFrom(self.timeline.to_message())
+        return event
+
+    def _mark(self, output: SequenceOutput, is_first: bool) -> None:
+        if is_first:
+            self.timeline.mark(RequestMoment.FIRST_TOKEN)
+            if not self.timeline.prefill_worker_id:  # prefilled here: the engine knows how long it took
+                self.timeline.prefill_queued_s = output.queued_s
+                self.timeline.prefill_compute_s = output.compute_s
+        else:
+            self.timeline.mark_once(RequestMoment.FIRST_DECODE_STEP)
+        if output.finish_reason is not None:
+            self.timeline.mark(RequestMoment.ENDED)
+            self._resources.metrics.ended(output.finish_reason)
+
+    def _end(self, error: TandemError | None) -> None:
+        self._is_in_engine = False
+        self._error = error
+        self._ended.set()
+
+    def _fail(self, error: TandemError) -> None:
+        self._resources.metrics.failed(error)
+        self.session.send_failure(self.request.request_id, self.request.fence, error)
+
+    def _tell_cancelled(self) -> None:
+        self._resources.metrics.ended(FinishReason.CANCELLED)
+        event = worker_pb2.RequestEvent(
+            request_id=self.request.request_id,
+            fence=self.request.fence,
+            finish_reason=common_pb2.FINISH_REASON_CANCELLED,
+            completion_tokens=self._num_generated,
+            timeline=self.timeline.to_message(),
+        )
+        self.session.send_step([StepEntry(self.request.request_id, (), event)])

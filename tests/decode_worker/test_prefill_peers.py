@@ -1,0 +1,278 @@
+"""The stream to a prefill worker: handshake, refusal, silence, restart, bounded reconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from tandem.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, membership_pb2, worker_pb2
+
+from cluster.errors import WorkerUnavailable
+from cluster.identity import Incarnation, WorkerId, new_transfer_id
+from cluster.membership_state import ChangeKind, MembershipChange
+from decode_worker.prefill_peer import PeerState, PeerTiming, PrefillPeer
+from decode_worker.prefill_peers import PrefillPeers
+from kv_transfer.transfer_ref import TransferRef
+
+PREFILL = WorkerId("prefill-0")
+TIMING = PeerTiming(
+    handshake_timeout_s=1.0, ping_interval_s=0.02, min_backoff_s=0.01, max_backoff_s=0.05, refused_retry_s=60.0
+)
+WAIT_S = 5.0
+
+
+class ScriptedPrefill(handoff_pb2_grpc.PrefillWorkerServicer):
+    """A prefill worker's control plane that behaves as told."""
+
+    def __init__(self) -> None:
+        self.incarnation = "p1"
+        self.num_hellos = 0
+        self.received: list[handoff_pb2.DecodeToPrefill] = []
+        self.answers_pings = True
+        self.accepts = True
+        self._break = asyncio.Event()
+        self._outgoing: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue()
+
+    def break_streams(self) -> None:
+        self._break.set()
+        self._break = asyncio.Event()
+
+    def send(self, message: handoff_pb2.PrefillToDecode) -> None:
+        self._outgoing.put_nowait(message)
+
+    async def Handoff(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[handoff_pb2.DecodeToPrefill],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        await anext(request_iterator)
+        self.num_hellos += 1
+        broken = self._break
+        mismatch = handoff_pb2.Mismatch(field="block_tokens", mine="16", yours="32", fatal=True)
+        ack = handoff_pb2.HelloAck(
+            accepted=self.accepts,
+            identity=common_pb2.WorkerIdentity(worker_id=PREFILL, incarnation=self.incarnation),
+            transport="shm",
+            mismatches=[] if self.accepts else [mismatch],
+        )
+        await context.write(handoff_pb2.PrefillToDecode(hello=ack))
+        tasks = [
+            asyncio.create_task(self._read(request_iterator)),
+            asyncio.create_task(self._write(context)),
+            asyncio.create_task(broken.wait()),
+        ]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, messages: AsyncIterator[handoff_pb2.DecodeToPrefill]) -> None:
+        async for message in messages:
+            if message.WhichOneof("message") != "ping":
+                self.received.append(message)
+            elif self.answers_pings:
+                pong = handoff_pb2.Pong(
+                    number=message.ping.number,
+                    incarnation=self.incarnation,
+                    load=worker_pb2.LoadReport(free_blocks=7),
+                )
+                self.send(handoff_pb2.PrefillToDecode(pong=pong))
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while True:
+            await context.write(await self._outgoing.get())
+
+
+class PlainHandshake:
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    def hello(self, peer: str) -> handoff_pb2.Hello:
+        self.num_open += 1
+        return handoff_pb2.Hello(min_protocol=1, max_protocol=1)
+
+    def goodbye(self, hello: handoff_pb2.Hello) -> None:
+        self.num_open -= 1
+
+    def mismatches(self, answer: handoff_pb2.HelloAck) -> list[handoff_pb2.Mismatch]:
+        return list(answer.mismatches)
+
+
+class Ear:
+    """A transfer's listener."""
+
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue()
+        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
+        self.messages.put_nowait(message)
+
+    def peer_gone(self, reason: str) -> None:
+        self.gone.set_result(reason)
+
+
+@pytest.fixture
+async def prefill() -> ScriptedPrefill:
+    return ScriptedPrefill()
+
+
+@pytest.fixture
+async def address(prefill: ScriptedPrefill, tmp_path: Path) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    handoff_pb2_grpc.add_PrefillWorkerServicer_to_server(prefill, server)
+    target = f"unix:{tmp_path}/prefill.sock"
+    server.add_insecure_port(target)
+    await server.start()
+    yield target
+    await server.stop(0)
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[PrefillPeers]:
+    peers = PrefillPeers(grpc.aio.insecure_channel, PlainHandshake(), worker_pb2.LoadReport, TIMING)
+    yield peers
+    await peers.close()
+
+
+async def wait_for(is_reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not is_reached():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+
+
+async def connected(peers: PrefillPeers, address: str, incarnation: str = "") -> PrefillPeer:
+    return await peers.ready(PREFILL, Incarnation(incarnation), address)
+
+
+async def test_messages_reach_the_listener_of_their_transfer(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    peer = await connected(peers, address)
+    assert peer.link is not None
+    assert (peer.link.incarnation, peer.link.transport) == ("p1", "shm")
+    transfer_id = new_transfer_id()
+    ear, other = Ear(), Ear()
+    peer.register(TransferRef(transfer_id, 1), ear)
+    peer.register(TransferRef(transfer_id, 2), other)
+    peer.send(handoff_pb2.DecodeToPrefill(prefill=handoff_pb2.PrefillRequest(token_ids=[1])))
+    for epoch in (2, 1, 3):  # nobody registered the third
+        key = TransferRef(transfer_id, epoch).to_message()
+        prefill.send(handoff_pb2.PrefillToDecode(accept=handoff_pb2.Accept(key=key)))
+    async with asyncio.timeout(WAIT_S):
+        assert (await ear.messages.get()).accept.key.epoch == 1
+        assert (await other.messages.get()).accept.key.epoch == 2
+    assert ear.messages.empty()
+    await wait_for(lambda: len(prefill.received) == 1)
+
+
+async def test_broken_stream_is_told_at_once_and_reconnected(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    peer = await connected(peers, address)
+    ear = Ear()
+    peer.register(TransferRef(new_transfer_id(), 1), ear)
+    prefill.incarnation = "p2"
+    prefill.break_streams()
+    async with asyncio.timeout(WAIT_S):
+        await ear.gone
+    await wait_for(lambda: peer.state is PeerState.READY)
+    assert peer.link is not None
+    assert peer.link.incarnation == "p2"
+
+
+async def test_silent_peer_is_dead_after_three_pings(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    peer = await connected(peers, address)
+    ear = Ear()
+    peer.register(TransferRef(new_transfer_id(), 1), ear)
+    prefill.answers_pings = False
+    async with asyncio.timeout(WAIT_S):
+        assert "3 pings were not answered" in await ear.gone
+
+
+async def test_pongs_bring_the_peers_load(peers: PrefillPeers, address: str) -> None:
+    peer = await connected(peers, address)
+    await wait_for(lambda: peer.remote_load.free_blocks == 7)
+
+
+async def test_f27_refused_peer_is_reported_with_the_fields_name(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    prefill.accepts = False
+    with pytest.raises(WorkerUnavailable, match="block_tokens"):
+        await connected(peers, address)
+    assert list(peers.refused()) == [
+        membership_pb2.RefusedPeer(worker_id=PREFILL, incarnation="p1", field="block_tokens")
+    ]
+    # Refused at once the second time, without another handshake.
+    with pytest.raises(WorkerUnavailable, match="block_tokens"):
+        await connected(peers, address)
+    assert prefill.num_hellos == 1
+    # A restart of it, as membership shows it, is another peer.
+    prefill.accepts, prefill.incarnation = True, "p2"
+    record = membership_pb2.WorkerRecord(
+        identity=common_pb2.WorkerIdentity(worker_id=PREFILL, incarnation="p2", role=common_pb2.WORKER_ROLE_PREFILL),
+        control_address=address,
+        ready=True,
+    )
+    peers.on_membership(MembershipChange(ChangeKind.RESTARTED, record))
+    await wait_for(lambda: prefill.num_hellos == 2)
+    await connected(peers, address)
+    assert peers.refused() == []
+
+
+async def test_kv70_dead_address_is_tried_with_bounded_back_off(peers: PrefillPeers, tmp_path: Path) -> None:
+    nobody = f"unix:{tmp_path}/nobody.sock"
+    with pytest.raises(WorkerUnavailable):
+        await connected(peers, nobody)
+    peer = peers._peers[PREFILL]
+    with pytest.raises(WorkerUnavailable):  # at once while it is in back-off
+        await connected(peers, nobody)
+    assert peer.state in (PeerState.BROKEN, PeerState.CONNECTING)
+
+
+async def test_kv46_one_error_does_not_blacklist_a_healthy_peer(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    peer = await connected(peers, address)
+    prefill.break_streams()
+    await wait_for(lambda: prefill.num_hellos == 2 and peer.state is PeerState.READY)
+    for _ in range(100):
+        await connected(peers, address)
+    assert prefill.num_hellos == 2
+
+
+async def test_kv36_peer_restarted_on_the_same_address_20_times(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    peer = await connected(peers, address)
+    for restart in range(20):
+        prefill.incarnation = f"r{restart}"
+        prefill.break_streams()
+        await wait_for(lambda: peer.link is not None and peer.link.incarnation == prefill.incarnation)
+    assert prefill.num_hellos == 21
+
+
+async def test_departed_worker_is_forgotten_when_its_stream_ends(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    record = membership_pb2.WorkerRecord(
+        identity=common_pb2.WorkerIdentity(worker_id=PREFILL, role=common_pb2.WORKER_ROLE_PREFILL),
+        control_address=address,
+        ready=True,
+    )
+    peers.on_membership(MembershipChange(ChangeKind.JOINED, record))
+    await wait_for(lambda: prefill.num_hellos == 1)
+    peers.on_membership(MembershipChange(ChangeKind.LEFT, record))
+    assert [peer.state for peer in peers.status()] == ["ready"]  # what runs on its stream goes on
+    prefill.break_streams()
+    await wait_for(lambda: peers.status() == [])
+    assert prefill.num_hellos == 1
