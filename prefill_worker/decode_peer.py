@@ -1,0 +1,176 @@
+"""One decode worker as this prefill worker sees it: its stream's outgoing messages, its link, its transfers.
+
+It knows which attempts are live and whom a message is for; what an attempt does is `prefill_flow`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.v1 import handoff_pb2, worker_pb2
+
+from cluster.errors import TandemError, WorkerUnavailable, to_failure
+from cluster.identity import Incarnation, WorkerId
+from kv_transfer.layer_pusher import LayerPusher
+from kv_transfer.transfer_ref import TransferRef
+from prefill_worker.prefill_flow import PrefillFlow
+
+# Control messages that may wait for one peer's socket: more means that it does not read.
+MAX_QUEUED_MESSAGES = 4096
+# Attempts that ended are remembered this long, so that a repeated request for one is a duplicate and not a new one.
+MAX_REMEMBERED_ATTEMPTS = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillNode(Protocol):
+    """What a peer needs of its worker."""
+
+    incarnation: Incarnation
+
+    def load_report(self) -> worker_pb2.LoadReport: ...
+
+    def start_flow(
+        self, request: handoff_pb2.PrefillRequest, peer: DecodePeer, on_ended: Callable[[], None]
+    ) -> PrefillFlow:
+        """A flow that has begun. Raises `PrefillRejected` for what this worker does not take on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """What the handshake agreed on."""
+
+    pusher: LayerPusher
+    transport: str
+    reason: str
+    measured_gb_per_s: float
+
+
+class PrefillRejected(Exception):
+    """This worker does not take the attempt on: nothing was computed and nothing will be written."""
+
+    def __init__(self, reason: handoff_pb2.RejectReason.ValueType, error: TandemError) -> None:
+        super().__init__(error.message)
+        self.reason = reason
+        self.error = error
+
+
+class DecodePeer:
+    """Owned by the handler of its stream. Used on the event loop only."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        link: PeerLink,
+        node: PrefillNode,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.pusher = link.pusher
+        self._link = link
+        self.flows: dict[TransferRef, PrefillFlow] = {}
+        self._node = node
+        self._clock = clock
+        self._ended: OrderedDict[TransferRef, None] = OrderedDict()
+        self._outgoing: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue(MAX_QUEUED_MESSAGES)
+        self._last_heard = clock()
+        self._hang_up_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    # --- its stream ---------------------------------------------------------------------------------------------------
+
+    def on_message(self, message: handoff_pb2.DecodeToPrefill) -> None:
+        self._last_heard = self._clock()
+        match message.WhichOneof("message"):
+            case "ping":
+                self._answer_ping(message.ping)
+            case "prefill":
+                self._start(message.prefill)
+            case None | "hello":
+                logger.warning("decode worker %s sent an unexpected message", self.worker_id)
+            case kind:
+                flow = self.flows.get(TransferRef.of(getattr(message, kind).key))
+                if flow is not None:  # else it speaks of an attempt that is over
+                    flow.on_message(message)
+
+    def send(self, message: handoff_pb2.PrefillToDecode) -> None:
+        """Queues a message. A peer that does not read is hung up on."""
+        try:
+            self._outgoing.put_nowait(message)
+        except asyncio.QueueFull:
+            self.hang_up(f"{MAX_QUEUED_MESSAGES} control messages wait for its socket")
+
+    async def next_message(self) -> handoff_pb2.PrefillToDecode:
+        return await self._outgoing.get()
+
+    async def watch_silence(self, max_silence_s: float) -> None:
+        """Raises `WorkerUnavailable` once nothing was heard for so long, or when somebody hung up."""
+        while (remaining := self._last_heard + max_silence_s - self._clock()) > 0:
+            done, _ = await asyncio.wait((self._hang_up_reason,), timeout=remaining)
+            if done:
+                raise WorkerUnavailable(self._hang_up_reason.result())
+        raise WorkerUnavailable(f"decode worker {self.worker_id} was silent for {max_silence_s} s")
+
+    def status(self) -> worker_pb2.PeerStatus:
+        return worker_pb2.PeerStatus(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            transport=self._link.transport,
+            measured_gb_per_s=self._link.measured_gb_per_s,
+            state="ready",
+            reason=self._link.reason,
+        )
+
+    def hang_up(self, reason: str) -> None:
+        if not self._hang_up_reason.done():
+            self._hang_up_reason.set_result(reason)
+
+    async def close(self, reason: str) -> None:
+        """The peer is gone: every attempt of it ends now and gives its blocks back."""
+        flows = list(self.flows.values())
+        for flow in flows:
+            flow.peer_gone(reason)
+        await asyncio.gather(*(flow.wait_until_ended() for flow in flows))
+        await asyncio.to_thread(self.pusher.close)
+
+    # --- its transfers ------------------------------------------------------------------------------------------------
+
+    def _start(self, request: handoff_pb2.PrefillRequest) -> None:
+        ref = TransferRef.of(request.key)
+        try:
+            if ref in self.flows or ref in self._ended:
+                duplicate = WorkerUnavailable(f"epoch {ref.epoch} of this transfer was asked for before")
+                raise PrefillRejected(handoff_pb2.REJECT_REASON_DUPLICATE, duplicate)
+            self.flows[ref] = self._node.start_flow(request, self, lambda: self._flow_ended(ref))
+        except PrefillRejected as rejected:
+            reject = handoff_pb2.Reject(
+                key=request.key,
+                reason=rejected.reason,
+                retry_after_ms=int(rejected.error.retry_after_s * 1000),
+                detail=rejected.error.message,
+                failure=to_failure(rejected.error),
+            )
+            self.send(handoff_pb2.PrefillToDecode(reject=reject))
+
+    def _flow_ended(self, ref: TransferRef) -> None:
+        self.flows.pop(ref, None)
+        self._ended[ref] = None
+        while len(self._ended) > MAX_REMEMBERED_ATTEMPTS:
+            self._ended.popitem(last=False)
+
+    def _answer_ping(self, ping: handoff_pb2.Ping) -> None:
+        pong = handoff_pb2.Pong(
+            number=ping.number,
+            incarnation=self._node.incarnation,
+            live=[ref.to_message() for ref in self.flows],
+            load=self._node.load_report(),
+        )
+        self.send(handoff_pb2.PrefillToDecode(pong=pong))

@@ -1,0 +1,225 @@
+"""A prefill worker put together: engine, the Handoff service, and what it says about itself.
+
+decode workers ──Handoff──> HandoffService ──> DecodePeer ──> PrefillFlow ──> Engine
+                                                                  ^             │ engine thread: KvListener hears
+                                                                  └── outputs <─┘ each layer, LayerPusher sends it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import grpc.aio
+from tandem.v1 import handoff_pb2, handoff_pb2_grpc, membership_pb2, worker_pb2
+
+from cluster.block_hash import hash_test_vector
+from cluster.errors import KvTransferFailed, ServerOverloaded, TandemError, WorkerUnavailable, shown
+from cluster.fallbacks import Fallbacks
+from cluster.identity import Incarnation, RequestId, WorkerId
+from cluster.metrics_server import MetricsServer
+from cluster.telemetry import WorkerMetrics, new_registry
+from cluster.worker_counters import WorkerCounters
+from cluster.worker_process import WorkerContext
+from engine.request import SequenceOutput
+from engine.worker_engine import WorkerEngine, load_report, open_engine
+from kv_transfer.endpoints import connect_best, read_host_id
+from kv_transfer.hello import HandoffIdentity, compare, is_refused, make_ack
+from kv_transfer.layer_pusher import LayerPusher
+from kv_transfer.transfer_ref import TransferRef
+from prefill_worker.decode_peer import DecodePeer, PeerLink, PrefillRejected
+from prefill_worker.handoff_service import HandoffService
+from prefill_worker.prefill_check import PrefillLimits, check_load, check_prefill
+from prefill_worker.prefill_flow import FlowResources, PrefillFlow
+
+STOP_ENGINE_TIMEOUT_S = 5.0
+GIGABYTE = 1e9
+
+
+class PrefillNode:
+    """Owned by the worker process; `close` gives everything back. Implements what its service and peers need."""
+
+    def __init__(self, context: WorkerContext, parts: WorkerEngine, fallbacks: Fallbacks) -> None:
+        settings = context.settings
+        layout = parts.layout
+        self.incarnation = context.incarnation
+        self.is_draining = False
+        self._context = context
+        self._parts = parts
+        self._fallbacks = fallbacks
+        self._started_at = time.monotonic()
+        self._identity = HandoffIdentity(
+            worker_id=WorkerId(settings.worker_id),
+            incarnation=context.incarnation,
+            role=context.identity.role,
+            model_fingerprint=parts.config.fingerprint,
+            layout=layout,
+            hash_test_vector=hash_test_vector(layout.block_tokens),
+            host_id=read_host_id(),
+        )
+        self._limits = PrefillLimits(
+            vocab_size=parts.config.vocab_size,
+            max_model_len=parts.built.max_model_len,
+            block_tokens=layout.block_tokens,
+            total_blocks=parts.pool.num_blocks,
+            num_layers=layout.num_layers,
+        )
+        self._registry = new_registry()
+        self._counters = WorkerCounters(WorkerMetrics(self._registry, parts.model_name, settings.worker_id))
+        self._metrics_server: MetricsServer | None = None
+        self._resources = FlowResources(parts.engine, parts.pool, layout.block_tokens, layout.num_layers)
+        self._flows: dict[RequestId, PrefillFlow] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._service = HandoffService(self)
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def build(cls, context: WorkerContext) -> PrefillNode:
+        """Loads the model. Raises `StartupError`."""
+        fallbacks = Fallbacks()
+        return cls(context, open_engine(context.settings, fallbacks), fallbacks)
+
+    # --- as its process drives it -------------------------------------------------------------------------------------
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        handoff_pb2_grpc.add_PrefillWorkerServicer_to_server(self._service, server)
+
+    def start(self) -> None:
+        if self._context.settings.metrics_port:
+            self._metrics_server = MetricsServer(self._registry, self._context.settings.metrics_port)
+        self._parts.engine.start(self._sink)
+
+    def begin_drain(self) -> None:
+        self.is_draining = True
+
+    async def wait_until_idle(self) -> None:
+        """Until every transfer was acknowledged, or ended otherwise."""
+        await self._is_idle.wait()
+
+    async def failed(self) -> str:
+        return await self._parts.wait_for_failure()
+
+    async def close(self) -> None:
+        for peer in list(self._service.connected.values()):
+            peer.hang_up("the worker stops")
+        flows = list(self._flows.values())
+        for flow in flows:
+            flow.peer_gone("the worker stops")
+        await asyncio.gather(*(flow.wait_until_ended() for flow in flows))
+        self._parts.close(STOP_ENGINE_TIMEOUT_S)
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+
+    # --- peers --------------------------------------------------------------------------------------------------------
+
+    async def open(self, hello: handoff_pb2.Hello) -> tuple[handoff_pb2.HelloAck, DecodePeer | None]:
+        """Implements `DecodePeers`: compares, connects, measures."""
+        mismatches = compare(self._identity, hello)
+        if is_refused(mismatches):
+            return make_ack(self._identity, mismatches), None
+        settings = self._context.settings
+        try:
+            # Blocks for the probe's few milliseconds, or for a dead address's time-out: not on the event loop.
+            link = await asyncio.to_thread(
+                connect_best, hello, settings.transports, throttle_bytes_per_s=settings.link_bytes_per_s
+            )
+        except KvTransferFailed as error:
+            return make_ack(self._identity, mismatches, transport_reason=error.message), None
+        self._note_transport(hello, link.sender.name, link.reason)
+        agreed = PeerLink(
+            pusher=LayerPusher(link.sender, self._parts.built.memory, link.costs),
+            transport=link.sender.name,
+            reason=link.reason,
+            measured_gb_per_s=link.costs.bytes_per_s / GIGABYTE,
+        )
+        peer = DecodePeer(WorkerId(hello.identity.worker_id), Incarnation(hello.identity.incarnation), agreed, self)
+        return make_ack(self._identity, mismatches, agreed.transport, agreed.reason, agreed.measured_gb_per_s), peer
+
+    def _note_transport(self, hello: handoff_pb2.Hello, used: str, reason: str) -> None:
+        wanted = hello.transports[0].name
+        if used != wanted:
+            self._fallbacks.took("transport", wanted=wanted, used=used, reason=shown(reason))
+
+    # --- transfers ----------------------------------------------------------------------------------------------------
+
+    def start_flow(
+        self, request: handoff_pb2.PrefillRequest, peer: DecodePeer, on_ended: Callable[[], None]
+    ) -> PrefillFlow:
+        """Raises `PrefillRejected`."""
+        if self.is_draining:
+            error = WorkerUnavailable(f"{self._context.settings.worker_id} is draining", stage="prefill")
+            raise PrefillRejected(handoff_pb2.REJECT_REASON_DRAINING, error)
+        try:
+            checked = check_prefill(request, self._limits)
+            check_load(
+                self._parts.engine.load().waiting, self._context.settings.max_waiting, self._num_pinned(), self._limits
+            )
+            flow = PrefillFlow(TransferRef.of(request.key), checked, peer, self._resources)
+
+            def ended() -> None:
+                self._flow_ended(flow)
+                on_ended()
+
+            flow.start(ended)
+        except ServerOverloaded as error:
+            raise PrefillRejected(handoff_pb2.REJECT_REASON_OVERLOADED, error) from error
+        except WorkerUnavailable as error:
+            raise PrefillRejected(handoff_pb2.REJECT_REASON_DRAINING, error) from error
+        except TandemError as error:
+            raise PrefillRejected(handoff_pb2.REJECT_REASON_INVALID, error) from error
+        self._flows[flow.engine_id] = flow
+        self._is_idle.clear()
+        return flow
+
+    def _flow_ended(self, flow: PrefillFlow) -> None:
+        self._flows.pop(flow.engine_id, None)
+        self._counters.add("transfers_acknowledged" if flow.is_acknowledged else "transfers_ended_early")
+        if not self._flows:
+            self._is_idle.set()
+
+    def _num_pinned(self) -> int:
+        """Blocks that computed prompts hold until they are sent and acknowledged."""
+        return sum(flow.source.num_pinned for flow in self._flows.values() if flow.is_computed)
+
+    def _sink(self, outputs: Sequence[SequenceOutput]) -> None:
+        """From the engine's thread, once for each step."""
+        self._counters.engine_step(len(outputs), sum(len(output.token_ids) for output in outputs))
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+        for output in outputs:
+            flow = self._flows.get(output.request_id)
+            if flow is not None:
+                flow.on_output(output)
+
+    # --- what it says of itself ---------------------------------------------------------------------------------------
+
+    def load_report(self) -> worker_pb2.LoadReport:
+        report = load_report(self._parts.engine.load())
+        report.reserved_blocks = self._num_pinned()
+        report.draining = self.is_draining
+        return report
+
+    def record(self) -> membership_pb2.WorkerRecord:
+        """At every heartbeat: the gauges are brought up to date with it."""
+        record = self._parts.record(self._context)
+        record.host_id = self._identity.host_id
+        record.load.CopyFrom(self.load_report())
+        self._counters.show_load(record.load, self._parts.pool.census().conservation_error)
+        record.ready = not self.is_draining
+        return record
+
+    def status(self) -> worker_pb2.WorkerStatus:
+        status = self._parts.status(self._context)
+        status.load.CopyFrom(self.load_report())
+        status.active_transfers = len(self._flows)
+        status.fallbacks.extend(self._fallbacks.to_messages())
+        status.peers.extend(peer.status() for peer in self._service.connected.values())
+        status.counters.update(self._counters.as_numbers())
+        status.uptime_s = time.monotonic() - self._started_at
+        return status
+
+    def reset_prefix_cache(self) -> int:
+        return self._parts.pool.reset_prefix_cache()
