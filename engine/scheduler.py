@@ -10,6 +10,8 @@ Its promise:
   (as far as nobody needs the room) its cached blocks. At most one victim for one needy sequence and step. After
   `MAX_PREEMPTIONS` a sequence comes back only with room for its longest life, and is no victim any more.
 - A request that does not fit now may be passed by at most `MAX_OVERTAKEN` smaller ones.
+- A prompt whose next block another prompt is computing waits for it, and finds it in the cache: n choices of one
+  prompt cost one prefill (and each at most a block of their own).
 
 A step costs O(batch), however long the queue is. The scheduler knows no model, no clock and no thread; the pool is the
 only thing it changes beside sequences. Drafts will widen `num_uncomputed`; a swap to host memory would replace
@@ -152,12 +154,18 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int, partial: _PartialPrefills) -> None:
         """Takes from the queue while there is room; looks past a few that do not fit, within their bound."""
         passed_by: list[Sequence] = []
-        while budget > 0 and len(self.running) < self._limits.max_sequences and len(passed_by) < ADMISSION_LOOKAHEAD:
-            if any(sequence.num_overtaken >= MAX_OVERTAKEN for sequence in passed_by):
+        twins: list[Sequence] = []
+        while budget > 0 and len(self.running) < self._limits.max_sequences:
+            if len(passed_by) + len(twins) >= ADMISSION_LOOKAHEAD or any(
+                sequence.num_overtaken >= MAX_OVERTAKEN for sequence in passed_by
+            ):
                 break
             sequence = self.waiting.pop()
             if sequence is None:
                 break
+            if self._is_being_computed(sequence, plan):
+                twins.append(sequence)
+                continue
             if not self._may_start(sequence, budget, partial) or not self._take_blocks(sequence):
                 passed_by.append(sequence)
                 continue
@@ -168,8 +176,25 @@ class Scheduler:
             plan.admitted.append(sequence)
             partial.add(sequence.num_uncomputed, budget)
             budget -= self._add_chunk(plan, sequence, budget)
-        for sequence in passed_by:
+        for sequence in (*passed_by, *twins):
             self.waiting.push(sequence)
+
+    def _is_being_computed(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Whether a prompt of this step is at, or on its way to, the first block that the cache does not have yet."""
+        others = [chunk.sequence for chunk in plan.chunks if chunk.num_tokens > 1]
+        if not others or sequence.blocks or sequence.wants_prompt_logprobs:
+            return False
+        block_tokens, hashes = self._pool.block_tokens, sequence.chain.hash_chain.hashes
+        num_reusable = (sequence.num_tokens - 1) // block_tokens
+        sequence.chain.hash_chain.extend(sequence.token_ids)
+        if not num_reusable or all(other.chain.hash_chain.hashes[:1] != hashes[:1] for other in others):
+            return False
+        block = self._pool.count_cached_tokens(sequence.chain, sequence.token_ids) // block_tokens
+        return block < num_reusable and any(
+            other.num_computed < (block + 1) * block_tokens
+            and other.chain.hash_chain.hashes[block : block + 1] == [hashes[block]]
+            for other in others
+        )
 
     def _may_start(self, sequence: Sequence, budget: int, partial: _PartialPrefills) -> bool:
         """Whether one more prompt may be in progress, or this one will not be: what is cached needs no compute."""

@@ -133,9 +133,10 @@ def test_k20_a_resumed_request_hits_its_own_blocks() -> None:
 
 
 def test_a3_choices_of_one_request_share_their_prompt() -> None:
-    with EngineBench(block_tokens=4) as bench:
+    with EngineBench(block_tokens=4, is_gated=True) as bench:
         for choice in range(4):
             bench.submit(f"c{choice}", prompt(13), seed=5, temperature=1.0, choice_index=choice)
+        bench.permit(100)
         got = []
         for choice in range(4):
             bench.sink.end(f"c{choice}")
@@ -143,6 +144,7 @@ def test_a3_choices_of_one_request_share_their_prompt() -> None:
         want = [expected_tokens(prompt(13), SamplingParams(max_tokens=8, seed=5, choice_index=c)) for c in range(4)]
         assert got == want
         assert len({tuple(tokens) for tokens in got}) == 4
+        assert bench.runner.num_computed_tokens == 13 + 3 * 1 + 4 * 7  # three full blocks were computed once
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------

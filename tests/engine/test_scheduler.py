@@ -203,6 +203,39 @@ def test_a_step_looks_past_few_that_do_not_fit() -> None:
     assert len(desk.scheduler.waiting) == ADMISSION_LOOKAHEAD + 1
 
 
+def test_choices_of_one_prompt_wait_for_the_first_and_cost_one_prefill() -> None:
+    desk = Desk(max_batch_tokens=64)
+    for _ in range(4):
+        desk.arrive(100, first_id=5)
+    other = desk.arrive(3)
+    plans = [scheduled(desk.step()) for _ in range(3)]
+    assert plans[0] == {0: 64}
+    assert plans[1] == {0: 36, other.arrival_index: 3}
+    assert plans[2] == {0: 1, 4: 1, 1: 4, 2: 4, 3: 4}
+
+
+def test_a_prompt_waits_only_as_far_as_it_is_the_same() -> None:
+    desk = Desk(max_batch_tokens=64)
+    desk.arrive(200, first_id=0)
+    request = make_request("r1", [*range(40), *range(500, 560)])
+    branch = Sequence(request, desk.pool.new_chain(b"tenant"), 4096, 1, 0.0)
+    desk.scheduler.add(branch)
+    assert scheduled(desk.step()) == {0: 64}
+    assert scheduled(desk.step()) == {0: 64}  # no budget is left for it
+    assert branch.state is SequenceState.WAITING
+    assert desk.pool.count_cached_tokens(branch.chain, branch.token_ids) == 32
+    assert scheduled(desk.step()) == {0: 64}
+    assert scheduled(desk.step()) == {0: 8, 1: 56}
+
+
+def test_a_prompt_of_another_tenant_does_not_wait() -> None:
+    desk = Desk(max_batch_tokens=64)
+    desk.arrive(40, first_id=5)
+    request = make_request("r1", range(5, 25))
+    desk.scheduler.add(Sequence(request, desk.pool.new_chain(b"other"), 4096, 1, 0.0))
+    assert scheduled(desk.step()) == {0: 40, 1: 20}
+
+
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +276,9 @@ def test_an_endless_stream_of_urgent_requests_does_not_starve_a_low_one() -> Non
 
 
 def test_k15_shortest_first_lets_a_long_prompt_start_within_its_bound() -> None:
-    desk = Desk(policy=SchedulingPolicy.SHORTEST, max_sequences=1, max_batch_tokens=8192, max_model_len=8192, num_blocks=512)
+    desk = Desk(
+        policy=SchedulingPolicy.SHORTEST, max_sequences=1, max_batch_tokens=8192, max_model_len=8192, num_blocks=512
+    )
     long = desk.arrive(SKIP_TOKENS * MAX_SKIPS, max_tokens=1, first_id=1)
     num_passed = 0
     while long.state is SequenceState.WAITING:
