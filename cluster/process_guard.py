@@ -22,10 +22,15 @@ EXIT_STARTUP_ERROR = 2
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
-def run_process(program: str, start: Callable[[Sequence[str]], Coroutine[Any, Any, None]]) -> NoReturn:
+def run_process(
+    program: str,
+    start: Callable[[Sequence[str]], Coroutine[Any, Any, None]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> NoReturn:
     """Runs `start` with the command line's arguments to its end, then exits with its status."""
     try:
-        asyncio.run(start(sys.argv[1:]))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(start(sys.argv[1:]))
     except StartupError as error:
         sys.stderr.write(f"{program}: {error.message}\n")
         sys.exit(EXIT_STARTUP_ERROR)

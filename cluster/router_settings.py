@@ -43,6 +43,10 @@ class RouterSettings(BaseModel):
     prefill_fallback: Literal["allow", "deny"] = Field(
         default="allow", description="may a decode worker prefill by itself when no prefill worker is ready"
     )
+    policy: Literal["least_loaded", "round_robin"] = Field(
+        default="least_loaded", description="how prefill and decode workers are chosen"
+    )
+    grpc_reflection: bool = Field(default=False, description="let gRPC clients ask for the service's description")
     seed: int = Field(default=0, description="base of the seeds of requests that name none")
     parent_pid: int = Field(default=0, description="exit when this process is gone; 0: never")
 

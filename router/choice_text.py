@@ -58,13 +58,14 @@ class ChoiceText:
         self._tokens: deque[ShownToken] = deque()
         self._pending = ""  # text that was not taken yet
         self._num_taken = 0  # characters
-        self._num_tokens = 0
+        self.num_tokens = 0  # that were read: up to the one that completed a stop string
         self._is_finished = False
         self.matched_stop: str | None = None
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs] = ()) -> None:
         """More tokens; those after a stop string are dropped."""
         if self._matcher is None and not self._keeps_tokens:
+            self.num_tokens += len(token_ids)
             self._pending += self._detokenizer.push(token_ids)
             return
         for index, token_id in enumerate(token_ids):
@@ -72,7 +73,7 @@ class ChoiceText:
                 return
             start = self._num_taken + len(self._pending)
             piece = self._detokenizer.push((token_id,))
-            self._num_tokens += 1
+            self.num_tokens += 1
             self._pending += piece
             if self._keeps_tokens:
                 position = logprobs[index] if index < len(logprobs) else None
@@ -119,7 +120,7 @@ class ChoiceText:
     def _look_for_stop(self, piece: str) -> None:
         if self._matcher is None:
             return
-        if self._num_tokens <= self._min_tokens:
+        if self.num_tokens <= self._min_tokens:
             self._matcher.skip(len(piece))
             return
         match = self._matcher.push(piece)

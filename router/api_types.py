@@ -1,0 +1,76 @@
+"""A checked request as the router works with it, whichever front it came through (HTTP or gRPC)."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from cluster.sampling_params import NO_LOGPROBS, TOP_K_OFF
+
+
+class ApiKind(enum.Enum):
+    """Which shape the answer has. The value begins the request's id, as at OpenAI."""
+
+    CHAT = "chatcmpl"
+    COMPLETION = "cmpl"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    messages: tuple[Mapping[str, Any], ...]  # role, content as text, name
+
+
+Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Every value is checked; absent fields have their defaults. `max_tokens` None: what fits."""
+
+    kind: ApiKind
+    prompts: tuple[Prompt, ...]
+    max_tokens: int | None = None
+    num_choices: int = 1  # of each prompt
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = TOP_K_OFF
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int = NO_LOGPROBS
+    prompt_logprobs: int = NO_LOGPROBS
+    echo: bool = False
+    is_streamed: bool = False
+    includes_usage: bool = False
+    has_continuous_usage: bool = False
+    user: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    speculation: str = ""  # empty: the worker's default
+    wants_token_ids: bool = False  # the gRPC front shows them
+    wants_timeline: bool = False
+    timeout_s: float | None = None  # asked for by the client
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether single tokens are shown, not only text."""
+        return self.wants_token_ids or self.logprobs != NO_LOGPROBS

@@ -1,0 +1,25 @@
+"""The few ASGI types and accessors that the HTTP front uses."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
+
+Scope: TypeAlias = Any  # a mutable mapping; servers and frameworks each have their own type for it
+Message: TypeAlias = Any
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """The first value of a header, or nothing. Names are lower case in ASGI."""
+    return next((value for key, value in scope["headers"] if key == name), b"")
+
+
+async def send_response(send: Send, status: int, content_type: bytes, body: bytes, headers: Headers = ()) -> None:
+    """A whole response."""
+    lines = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,107 @@
+"""`/statusz`: every worker's own status, asked for at this moment, with what the router knows beside it.
+
+A worker that does not answer in time is listed with what the router knows of it. Field names are those of
+`tandem.v1.WorkerStatus`; 64-bit numbers are numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from tandem.v1 import membership_pb2, worker_pb2, worker_pb2_grpc
+
+from cluster.rpc import open_channel
+from cluster.rpc_security import RpcSecurity
+from router.generation_service import GenerationService
+from router.worker_registry import WorkerRegistry
+from router.worker_state import WorkerState
+
+STATUS_TIMEOUT_S = 2.0
+
+
+class ClusterStatus:
+    """Gathers the status of all workers."""
+
+    def __init__(self, registry: WorkerRegistry, service: GenerationService, security: RpcSecurity) -> None:
+        self._registry = registry
+        self._service = service
+        self._security = security
+
+    async def read(self) -> dict[str, Any]:
+        """The whole cluster as one JSON object."""
+        workers = await asyncio.gather(*(self._worker(state, record) for state, record in self._registry.workers))
+        roles = [worker["role"] for worker in workers]
+        return {
+            "model": self._service.limits.model_name,
+            "max_model_len": self._service.limits.max_model_len,
+            "policy": self._service.policy_name,
+            "ready": self._registry.is_ready,
+            "running_requests": self._service.num_running,
+            "pools": {role: roles.count(role) for role in sorted(set(roles))},
+            "workers": sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"])),
+            "fallbacks": [
+                {
+                    "component": fallback.component,
+                    "wanted": fallback.wanted,
+                    "used": fallback.used,
+                    "reason": fallback.reason,
+                    "count": count,
+                }
+                for fallback, count in self._service.metrics.fallbacks
+            ],
+            "block_conservation_error": sum(abs(worker["block_conservation_error"]) for worker in workers),
+        }
+
+    async def _worker(self, state: WorkerState, record: membership_pb2.WorkerRecord) -> dict[str, Any]:
+        try:
+            async with open_channel(state.control_address, self._security) as channel:
+                stub = worker_pb2_grpc.WorkerAdminStub(channel)
+                status = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S)
+                is_answering = True
+        except grpc.aio.AioRpcError:
+            status = worker_pb2.WorkerStatus(model=record.model, load=state.load)
+            is_answering = False
+        fields = as_json(status)
+        fields.pop("identity")
+        return {
+            "worker_id": state.worker_id,
+            "incarnation": state.incarnation,
+            "role": state.role.value,
+            "state": _state_of(state, is_answering),
+            **fields,
+            "booked": {
+                "requests": state.booked_requests,
+                "prefill_tokens": state.booked_prefill_tokens,
+                "kv_tokens": state.booked_kv_tokens,
+            },
+        }
+
+
+def as_json(message: Message) -> dict[str, Any]:
+    """Every field of a message, absent ones with their defaults, 64-bit numbers as numbers."""
+    fields: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        kind = field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            fields[field.name] = dict(value)
+        elif field.is_repeated:
+            fields[field.name] = [as_json(item) if kind is not None else item for item in value]
+        elif kind is not None:
+            fields[field.name] = as_json(value)
+        else:
+            fields[field.name] = value.hex() if isinstance(value, bytes) else value
+    return fields
+
+
+def _state_of(state: WorkerState, is_answering: bool) -> str:
+    if not is_answering:
+        return "silent"
+    if state.load.draining:
+        return "draining"
+    if not state.is_ready:
+        return "starting"
+    return "ready" if state.is_connected else "unreachable"

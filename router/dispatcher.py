@@ -1,0 +1,173 @@
+"""Places sequences, and places them again when a worker fails them.
+
+    place    policy decides on a snapshot, the booking is made in the same breath, the session gets the submission
+    failed   another worker may succeed: fence + 1, that worker excluded, generated tokens sent along
+    parked   no worker is there: wait a little for one to come back, then fail
+
+It knows nothing of clients or text. Deterministic failures are never retried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tandem.v1 import worker_pb2
+
+from cluster.errors import (
+    DeadlineExceeded,
+    EngineFailure,
+    NoWorkersAvailable,
+    RetryElsewhere,
+    TandemError,
+)
+from router.bookings import Booking
+from router.placement import Placement, PlacementPolicy, RequestView
+from router.sequence import Sequence, SequenceState
+from router.worker_registry import WorkerRegistry
+
+MAX_PLACEMENTS = 4
+# A request that was running on this many workers when they died is taken to be what killed them.
+MAX_LOSSES = 2
+# A supervisor brings a crashed worker back within seconds; a client whose answer began would rather wait than lose it.
+MAX_PARKED_S = 15.0
+
+_log = logging.getLogger(__name__)
+
+
+class PlacementListener(Protocol):
+    """Hears of what was decided, for metrics and explanations."""
+
+    def placed(self, sequence: Sequence, placement: Placement) -> None: ...
+
+    def moved(self, sequence: Sequence, error: TandemError) -> None: ...
+
+
+class Dispatcher:
+    """Owned by the router process; used on the event loop only."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        policy: PlacementPolicy,
+        listener: PlacementListener,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self.policy = policy
+        self._listener = listener
+        self._clock = clock
+        self._parked: dict[Sequence, asyncio.TimerHandle] = {}
+        registry.on_change(self._place_parked)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Places a new sequence. Raises `NoWorkersAvailable` when nobody can take it now."""
+        self._place(sequence)
+
+    def sequence_failed(self, sequence: Sequence, error: TandemError) -> None:
+        """From a session. The sequence goes on elsewhere, waits, or ends with this error."""
+        if error.error_code == "worker_lost":
+            sequence.num_losses += 1
+        if sequence.is_complete:
+            sequence.complete()
+            return
+        if not isinstance(error, RetryElsewhere) or sequence.fence + 1 >= MAX_PLACEMENTS:
+            sequence.fail(error)
+            return
+        if sequence.num_losses >= MAX_LOSSES:
+            sequence.fail(
+                EngineFailure(
+                    f"{MAX_LOSSES} workers died while they ran this request: it is not tried again",
+                    code="request_poisoned",
+                    stage="decode",
+                )
+            )
+            return
+        self._listener.moved(sequence, error)
+        sequence.leave_failed_worker()
+        try:
+            self._place(sequence)
+        except NoWorkersAvailable:
+            self._park(sequence, error)
+
+    def _place(self, sequence: Sequence) -> None:
+        now_s = self._clock()
+        spec = sequence.spec
+        num_tokens = len(spec.token_ids) + len(sequence.generated)
+        request = RequestView(
+            num_prompt_tokens=num_tokens,
+            max_tokens=spec.sampling.max_tokens - len(sequence.generated),
+            excluded=frozenset(sequence.excluded),
+            session_key=spec.session_key,
+        )
+        placement = self.policy.place(request, self._registry.snapshot(), now_s)
+        session = self._registry.session_of(placement.decode)
+        booking = Booking(placement, request.num_prompt_tokens, request.max_tokens, now_s)
+        try:
+            session.submit(sequence, self._submission(sequence, placement, now_s))
+        except TandemError:
+            booking.release()
+            raise
+        sequence.placed(session, booking)
+        self._listener.placed(sequence, placement)
+
+    def _submission(self, sequence: Sequence, placement: Placement, now_s: float) -> worker_pb2.SubmitRequest:
+        spec = sequence.spec
+        deadline_ms = 0
+        if spec.deadline_s is not None:
+            deadline_ms = max(1, int((spec.deadline_s - now_s) * 1000))
+        return worker_pb2.SubmitRequest(
+            request_id=spec.submission_id,
+            token_ids=spec.token_ids,
+            sampling=spec.sampling.to_proto(),
+            prefill=[
+                worker_pb2.PrefillPlacement(
+                    worker_id=worker.worker_id,
+                    incarnation=worker.incarnation,
+                    control_address=worker.control_address,
+                    expected_prefill_ms=placement.expected_prefill_ms,
+                    expected_cached_tokens=placement.expected_cached_tokens,
+                )
+                for worker in placement.prefill
+            ],
+            allow_local_prefill=placement.is_local or self._registry.allows_local_prefill,
+            priority=spec.priority,
+            deadline_ms=deadline_ms,
+            scope=spec.scope,
+            tenant=spec.tenant,
+            generated_token_ids=sequence.generated,
+            fence=sequence.fence,
+            traceparent=spec.traceparent,
+        )
+
+    # --- waiting for a worker -----------------------------------------------------------------------------------------
+
+    def _park(self, sequence: Sequence, error: TandemError) -> None:
+        _log.info("no worker can go on with a request, waiting for one", extra={"request": sequence.submission_id})
+        timer = asyncio.get_running_loop().call_later(MAX_PARKED_S, self._give_up, sequence, error)
+        self._parked[sequence] = timer
+
+    def _place_parked(self) -> None:
+        for sequence, timer in list(self._parked.items()):
+            if sequence.state is not SequenceState.PARKED:  # its client went away
+                self._unpark(sequence, timer)
+                continue
+            try:
+                self._place(sequence)
+            except (NoWorkersAvailable, RetryElsewhere):
+                continue
+            self._unpark(sequence, timer)
+
+    def _give_up(self, sequence: Sequence, error: TandemError) -> None:
+        self._parked.pop(sequence, None)
+        if sequence.state is not SequenceState.PARKED:
+            return
+        is_late = sequence.spec.deadline_s is not None and self._clock() >= sequence.spec.deadline_s
+        sequence.fail(DeadlineExceeded("no worker came back in time", stage="route") if is_late else error)
+
+    def _unpark(self, sequence: Sequence, timer: asyncio.TimerHandle) -> None:
+        timer.cancel()
+        self._parked.pop(sequence, None)

@@ -1,0 +1,195 @@
+"""From a checked request to a running answer: admission, tokens, sampling, scope, placement. Used by both fronts.
+
+The order matters: everything that can be refused is refused before anything is placed, so nothing a client gets wrong
+ever reaches a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from tandem.v1 import common_pb2
+
+from cluster.errors import ServerOverloaded, TandemError
+from cluster.identity import RequestId, Tenant, new_request_id
+from cluster.sampling_params import SamplingParams
+from cluster.tokenizer import Tokenizer
+from router.answer import Answer, RequestTimes
+from router.api_types import ChatPrompt, GenerationRequest
+from router.choice_text import ChoiceText
+from router.detokenizer import Detokenizer
+from router.dispatcher import Dispatcher
+from router.limits import ServingLimits, fit_max_tokens
+from router.prompt_encoder import PromptEncoder
+from router.request_metrics import RequestMetrics
+from router.sequence import Sequence, SequenceSpec
+from router.tenants import scope_key
+from router.worker_registry import WorkerRegistry
+
+OVERLOAD_RETRY_AFTER_S = 1.0
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ServingPolicy:
+    """What the operator decided for every request."""
+
+    max_concurrent_requests: int
+    request_timeout_s: float
+    seed: int
+    scope_secret: bytes
+
+
+class GenerationService:
+    """Owned by the router process."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        encoder: PromptEncoder,
+        limits: ServingLimits,
+        policy: ServingPolicy,
+        registry: WorkerRegistry,
+        dispatcher: Dispatcher,
+        metrics: RequestMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.encoder = encoder
+        self.limits = limits
+        self._policy = policy
+        self._registry = registry
+        self._dispatcher = dispatcher
+        self.metrics = metrics
+        self._clock = clock
+        self._seeds = random.Random(policy.seed)  # noqa: S311  noise for sampling, no secret
+        self._num_running = 0
+        self.is_draining = False
+        metrics.watch_running(lambda: self._num_running)
+
+    @property
+    def num_running(self) -> int:
+        return self._num_running
+
+    @property
+    def policy_name(self) -> str:
+        return self._dispatcher.policy.name
+
+    @contextlib.asynccontextmanager
+    async def answering(self, request: GenerationRequest, tenant: Tenant) -> AsyncIterator[Answer]:
+        """A started answer; leaving the context ends it, however it is left. Raises what the request deserves."""
+        times = RequestTimes(admitted_s=self._clock())
+        request_id = new_request_id(request.kind.value)
+        self._admit()
+        answer: Answer | None = None
+        try:
+            answer = await self._start(request, request_id, tenant, times)
+            yield answer
+        except TandemError as error:
+            self.metrics.failed(error, was_placed=times.placed_s > 0)
+            raise
+        finally:
+            self._num_running -= 1
+            if answer is not None:
+                answer.close("the answer has ended")
+                self.metrics.ended(answer)
+
+    def _admit(self) -> None:
+        if self.is_draining:
+            raise ServerOverloaded("the server is stopping", retry_after_s=OVERLOAD_RETRY_AFTER_S, stage="route")
+        if self._num_running >= self._policy.max_concurrent_requests:
+            raise ServerOverloaded(
+                f"{self._num_running} requests are running, the most this server takes",
+                retry_after_s=OVERLOAD_RETRY_AFTER_S,
+                stage="route",
+            )
+        self._num_running += 1
+
+    async def _start(
+        self, request: GenerationRequest, request_id: RequestId, tenant: Tenant, times: RequestTimes
+    ) -> Answer:
+        prompts = [await self.encoder.encode(prompt) for prompt in request.prompts]
+        times.encoded_s = self._clock()
+        deadline_s = times.admitted_s + (request.timeout_s or self._policy.request_timeout_s)
+        answer = Answer(
+            request_id=request_id,
+            times=times,
+            clock=self._clock,
+            submit=self._dispatcher.submit,
+            prompt_lengths=[len(token_ids) for token_ids in prompts],
+            num_choices=request.num_choices,
+            on_step=self.metrics.step,
+        )
+        seed = (self._seeds.getrandbits(63) if request.seed is None else request.seed) & _SEED_MASK
+        for token_ids in prompts:
+            sampling = self._sampling(request, len(token_ids), seed)
+            for choice_index in range(request.num_choices):
+                self._add_choice(answer, request, token_ids, sampling, choice_index, tenant, deadline_s)
+        answer.start(deadline_s)
+        return answer
+
+    def _sampling(self, request: GenerationRequest, num_prompt_tokens: int, seed: int) -> SamplingParams:
+        param = "messages" if isinstance(request.prompts[0], ChatPrompt) else "prompt"
+        max_tokens = fit_max_tokens(
+            request.max_tokens, num_prompt_tokens, self.limits, self._registry.max_capacity_tokens(), param
+        )
+        end_ids = () if request.ignore_eos else tuple(sorted(self.tokenizer.end_ids))
+        prompt_logprobs = request.prompt_logprobs
+        if request.echo:
+            prompt_logprobs = max(prompt_logprobs, request.logprobs)
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
+            logit_bias=dict(request.logit_bias),
+            seed=seed,
+            min_tokens=request.min_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*request.stop_token_ids, *end_ids))),
+            ignore_eos=request.ignore_eos,
+            logprobs=request.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            speculation=request.speculation,
+        )
+        return sampling.checked(self.tokenizer.vocab_size)
+
+    def _add_choice(
+        self,
+        answer: Answer,
+        request: GenerationRequest,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        choice_index: int,
+        tenant: Tenant,
+        deadline_s: float,
+    ) -> None:
+        index = answer.num_added
+        key = scope_key(self._policy.scope_secret, tenant, request.cache_salt)
+        spec = SequenceSpec(
+            submission_id=f"{answer.request_id}-{index}",
+            index=index,
+            token_ids=token_ids,
+            sampling=dataclasses.replace(sampling, choice_index=choice_index),
+            scope=common_pb2.CacheScope(scope_key=key),
+            tenant=tenant,
+            priority=request.priority,
+            session_key=request.user,
+            deadline_s=deadline_s,
+        )
+        text = ChoiceText(
+            Detokenizer(self.tokenizer.token_bytes, self.tokenizer.special_ids),
+            request.stop,
+            min_tokens=request.min_tokens,
+            keeps_tokens=request.keeps_tokens,
+        )
+        sequence = Sequence(spec=spec, sink=answer.inbox, mover=self._dispatcher)
+        answer.add_choice(sequence, text, self.tokenizer.end_ids)

@@ -1,0 +1,157 @@
+"""The HTTP front: which path is answered by what. Read this first.
+
+    HttpGuard (who may ask) -> FastAPI's routes -> generation and token endpoints (plain ASGI), or a small GET
+
+Request bodies are checked by `request_parser`, the same code as for gRPC, and not by FastAPI's models.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.routing import Route
+
+from cluster import telemetry
+from cluster.errors import ClientError
+from router.asgi_types import AsgiApp
+from router.cluster_status import ClusterStatus
+from router.generation_service import GenerationService
+from router.http_errors import error_body
+from router.http_generation import GenerationEndpoint
+from router.http_guard import Forbidden, HttpGuard
+from router.http_tokens import TokenEndpoint, TokenService
+from router.openapi_document import openapi_document
+from router.request_parser import RequestParser
+from router.tenants import ApiKeys
+
+_LOOPBACK_CLIENTS = frozenset({"127.0.0.1", "::1", ""})
+
+
+def build_http_app(
+    service: GenerationService,
+    parser: RequestParser,
+    status: ClusterStatus,
+    registry: CollectorRegistry,
+    *,
+    is_ready: Callable[[], bool],
+    keys: ApiKeys | None,
+    max_body_bytes: int,
+) -> AsgiApp:
+    """The ASGI application of the router."""
+    tokens = TokenService(service.encoder, service.limits)
+    probes = _Probes(service, status, registry, is_ready)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.routes.extend(
+        [
+            Route(
+                "/v1/chat/completions", GenerationEndpoint(service, parser.parse_chat, max_body_bytes), methods=["POST"]
+            ),
+            Route(
+                "/v1/completions",
+                GenerationEndpoint(service, parser.parse_completion, max_body_bytes),
+                methods=["POST"],
+            ),
+            Route("/tokenize", TokenEndpoint(tokens.tokenize, max_body_bytes), methods=["POST"]),
+            Route("/detokenize", TokenEndpoint(tokens.detokenize, max_body_bytes), methods=["POST"]),
+            Route("/v1/models", probes.models, methods=["GET"]),
+            Route("/v1/models/{model_id:path}", probes.model, methods=["GET"]),
+            Route("/livez", probes.livez, methods=["GET"]),
+            Route("/readyz", probes.readyz, methods=["GET"]),
+            Route("/metrics", probes.metrics, methods=["GET"]),
+            Route("/statusz", probes.statusz, methods=["GET"]),
+            Route("/openapi.json", _constant_json(openapi_document(service.limits)), methods=["GET"]),
+        ]
+    )
+    app.add_exception_handler(HTTPException, _http_error)
+    return HttpGuard(app, keys)
+
+
+class _Probes:
+    """The small GET routes."""
+
+    def __init__(
+        self,
+        service: GenerationService,
+        status: ClusterStatus,
+        registry: CollectorRegistry,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._service = service
+        self._status = status
+        self._registry = registry
+        self._is_ready = is_ready
+        self._created = int(time.time())
+
+    async def models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        if request.path_params["model_id"] != self._service.limits.model_name:
+            raise HTTPException(404, "no such model")
+        return JSONResponse(self._model())
+
+    async def livez(self, _: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def readyz(self, _: Request) -> Response:
+        is_ready = self._is_ready() and not self._service.is_draining
+        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(telemetry.exposition(self._registry), media_type=telemetry.CONTENT_TYPE)
+
+    async def statusz(self, request: Request) -> Response:
+        if request.client is not None and request.client.host not in _LOOPBACK_CLIENTS:
+            raise HTTPException(403, "this page is for the machine that the router runs on")
+        return JSONResponse(await self._status.read())
+
+    def _model(self) -> dict[str, Any]:
+        limits = self._service.limits
+        return {
+            "id": limits.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tandem",
+            "max_model_len": limits.max_model_len,
+        }
+
+
+def _constant_json(document: dict[str, Any]) -> Callable[[Request], Awaitable[Response]]:
+    body = json.dumps(document).encode()
+
+    async def respond(_: Request) -> Response:
+        return Response(body, media_type="application/json")
+
+    return respond
+
+
+class _NoSuchRoute(ClientError):
+    code = "not_found"
+    http_status = 404
+
+
+class _MethodNotAllowed(ClientError):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+async def _http_error(request: Request, raised: Exception) -> Response:
+    """The framework's own refusals in OpenAI's shape."""
+    status = raised.status_code if isinstance(raised, HTTPException) else 500
+    error: ClientError
+    if status == 404:
+        error = _NoSuchRoute(f"nothing is at {request.url.path[:64]}")
+    elif status == 405:
+        error = _MethodNotAllowed(f"{request.method[:16]} is not allowed here")
+    else:
+        error = Forbidden(str(getattr(raised, "detail", raised)))
+    headers = dict(getattr(raised, "headers", None) or {})
+    return Response(error_body(error), status, headers, media_type="application/json")

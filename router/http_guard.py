@@ -1,0 +1,75 @@
+"""What stands in front of every route: who may speak to this server, and what every response carries.
+
+On loopback no key is needed, because a web page that the user visits must not be able to speak to the server either:
+Host has to name this machine, Origin (which browsers send) too, and bodies have to be JSON, which no HTML form sends.
+With keys, every route but `/livez` needs one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cluster.errors import ClientError, TandemError, shown
+from router.asgi_types import AsgiApp, Message, Receive, Scope, Send, header, send_response
+from router.http_errors import error_body, error_headers
+from router.tenants import DEFAULT_TENANT, ApiKeys
+
+OPEN_PATHS = frozenset({"/livez"})
+_SECURITY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+_LOOPBACK_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+_LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d{1,5})?", re.IGNORECASE)
+
+
+class Forbidden(ClientError):
+    """The request comes from somewhere that may not speak to this server."""
+
+    code = "forbidden"
+    http_status = 403
+
+
+class HttpGuard:
+    """Wraps the application. `keys` None: loopback only, checked by Host and Origin."""
+
+    def __init__(self, app: AsgiApp, keys: ApiKeys | None) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *_SECURITY_HEADERS]
+            await send(message)
+
+        try:
+            self._check(scope)
+        except TandemError as error:
+            body, headers = error_body(error), error_headers(error)
+            await send_response(send_guarded, error.http_status, b"application/json", body, headers)
+            return
+        await self._app(scope, receive, send_guarded)
+
+    def _check(self, scope: Scope) -> None:
+        state = scope.setdefault("state", {})
+        state["tenant"] = DEFAULT_TENANT
+        if self._keys is None:
+            _check_loopback(scope)
+        elif scope["path"] not in OPEN_PATHS:
+            state["tenant"] = self._keys.tenant_of(header(scope, b"authorization").decode("latin-1"))
+
+
+def _check_loopback(scope: Scope) -> None:
+    host = header(scope, b"host").decode("latin-1")
+    if host and not _LOOPBACK_HOST.fullmatch(host):
+        raise Forbidden(f"Host is {shown(host)}: without API keys this server answers to localhost only", param="Host")
+    origin = header(scope, b"origin").decode("latin-1")
+    if origin and not _LOOPBACK_ORIGIN.fullmatch(origin):
+        raise Forbidden(f"Origin is {shown(origin)}: other sites may not use this server", param="Origin")

@@ -1,0 +1,80 @@
+"""uvicorn as a part of the router's event loop: bounded connections, our own signals, a socket bound beforehand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from cluster.errors import StartupError
+from router.asgi_types import AsgiApp
+from router.http_protocol import IDLE_TIMEOUT_S, BoundedHttpProtocol
+
+BACKLOG = 2048
+
+
+class HttpServer:
+    """Owned by the router process."""
+
+    def __init__(self, app: AsgiApp, bound: socket.socket, drain_timeout_s: float) -> None:
+        config = uvicorn.Config(
+            app,
+            http=BoundedHttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=IDLE_TIMEOUT_S,
+            timeout_graceful_shutdown=int(drain_timeout_s),
+        )
+        self._server = _Server(config)
+        self._socket = bound
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
+
+    @property
+    def is_started(self) -> bool:
+        return self._server.started
+
+    async def stop(self) -> None:
+        """Ends when every response is complete, or the drain timeout is over."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+            self._task = None
+
+    def stop_now(self) -> None:
+        """Does not wait for responses any more."""
+        self._server.force_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Leaves the process's signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind_socket(host: str, port: int, flag: str) -> socket.socket:
+    """A listening address of our own. Raises `StartupError` when it is taken or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.setblocking(False)
+    except OSError as error:
+        bound.close()
+        raise StartupError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with {flag}"
+        ) from None
+    return bound

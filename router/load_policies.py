@@ -1,0 +1,131 @@
+"""Placement without a view of caches: by load, and in turn. What cache-aware routing is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from router.placement import (
+    Candidate,
+    ClusterSnapshot,
+    Placement,
+    RequestView,
+    eligible_decode,
+    eligible_prefill,
+    is_fallback,
+)
+from router.timing_model import TimingModel
+from router.worker_state import REPORT_FRESH_S, WorkerState
+
+# A decode worker connects to these in turn when one fails: enough to survive a failure, few enough to send along.
+MAX_PREFILL_CHOICES = 3
+
+
+class LeastLoaded:
+    """The prefill worker that would begin soonest, and the decode worker whose steps would be shortest."""
+
+    name = "least_loaded"
+
+    def __init__(self, timing: TimingModel) -> None:
+        self._timing = timing
+
+    def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
+        decode, decode_candidates = _lowest(
+            eligible_decode(request, snapshot), lambda worker: self._decode_terms(worker, request)
+        )
+        ranked, prefill_candidates = _ranked(
+            eligible_prefill(request, snapshot, decode), lambda worker: self._prefill_terms(worker, request, now_s)
+        )
+        return Placement(
+            policy=self.name,
+            decode=decode,
+            prefill=ranked[:MAX_PREFILL_CHOICES],
+            expected_prefill_ms=self._timing.prefill_ms(request.num_prompt_tokens, 0),
+            candidates=(*prefill_candidates, *decode_candidates),
+            reason="lowest predicted time",
+            is_fallback=is_fallback(decode, ranked),
+        )
+
+    def _prefill_terms(self, worker: WorkerState, request: RequestView, now_s: float) -> dict[str, float]:
+        return {
+            "queue": prefill_queue_ms(worker, self._timing, now_s),
+            "prefill": self._timing.prefill_ms(request.num_prompt_tokens, 0),
+        }
+
+    def _decode_terms(self, worker: WorkerState, request: RequestView) -> dict[str, float]:
+        kv_tokens = max(worker.load.context_tokens, worker.booked_kv_tokens) + request.num_prompt_tokens
+        return {
+            "step": self._timing.step_ms(num_in_flight(worker) + 1, kv_tokens),
+            "waiting": waiting_ms(worker.load.waiting_tokens, self._timing),
+            "full": full_pool_ms(worker),
+        }
+
+
+class RoundRobin:
+    """Each ready worker in its turn, whatever its load."""
+
+    name = "round_robin"
+
+    def __init__(self) -> None:
+        self._num_placed = 0
+
+    def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
+        decodes = sorted(eligible_decode(request, snapshot), key=lambda worker: worker.worker_id)
+        decode = decodes[self._num_placed % len(decodes)]
+        prefills = sorted(eligible_prefill(request, snapshot, decode), key=lambda worker: worker.worker_id)
+        turn = self._num_placed % len(prefills) if prefills else 0
+        prefills = [*prefills[turn:], *prefills[:turn]]
+        self._num_placed += 1
+        return Placement(
+            policy=self.name,
+            decode=decode,
+            prefill=prefills[:MAX_PREFILL_CHOICES],
+            reason="its turn",
+            is_fallback=is_fallback(decode, prefills),
+        )
+
+
+def prefill_queue_ms(worker: WorkerState, timing: TimingModel, now_s: float) -> float:
+    """The wait before a new prompt begins: what is booked here, lifted to the worker's own report while that is fresh.
+
+    Other routers' requests show only in the report; ours that the report does not have yet only in the booking.
+    """
+    booked_ms = waiting_ms(worker.booked_prefill_tokens, timing)
+    if now_s - worker.load_at_s > REPORT_FRESH_S:
+        return booked_ms
+    reported_ms = max(worker.load.queue_ms, waiting_ms(worker.load.waiting_tokens, timing))
+    return max(booked_ms, reported_ms)
+
+
+def waiting_ms(num_tokens: int, timing: TimingModel) -> float:
+    """The prefill of what waits, taken as one prompt."""
+    return timing.prefill_ms(num_tokens, 0) if num_tokens else 0.0
+
+
+def num_in_flight(worker: WorkerState) -> int:
+    return max(worker.load.running_requests + worker.load.waiting_requests, worker.booked_requests)
+
+
+def full_pool_ms(worker: WorkerState) -> float:
+    """Grows fast above 85 % of the KV pool, where requests are put back for want of blocks."""
+    capacity = worker.capacity_tokens
+    if not capacity:
+        return 0.0
+    used_blocks = worker.load.total_blocks - worker.load.free_blocks
+    used_tokens = max(used_blocks * worker.block_tokens, worker.booked_kv_tokens)
+    return float(1e4 * max(0.0, used_tokens / capacity - 0.85) ** 2)
+
+
+def _lowest(
+    workers: Sequence[WorkerState], terms_of: Callable[[WorkerState], dict[str, float]]
+) -> tuple[WorkerState, list[Candidate]]:
+    ranked, candidates = _ranked(workers, terms_of)
+    return ranked[0], candidates
+
+
+def _ranked(
+    workers: Sequence[WorkerState], terms_of: Callable[[WorkerState], dict[str, float]]
+) -> tuple[list[WorkerState], list[Candidate]]:
+    """Lowest total first; ties go to the fewest in flight, then to the one chosen least recently."""
+    scored = [(Candidate(worker.worker_id, worker.role, terms_of(worker)), worker) for worker in workers]
+    scored.sort(key=lambda pair: (pair[0].total_ms, num_in_flight(pair[1]), pair[1].last_chosen_s))
+    return [worker for _, worker in scored], [candidate for candidate, _ in scored]

@@ -1,0 +1,70 @@
+"""Prompts to token ids: chat template and tokenizer, on the event loop when short, else on a few threads.
+
+A long prompt takes tens of milliseconds; other streams must not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from cluster.chat_template import ChatTemplate
+from cluster.errors import InvalidRequest
+from cluster.tokenizer import Tokenizer
+from router.api_types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+
+# About 0.3 ms of work: less than handing it to a thread and back costs when the loop is busy.
+MAX_INLINE_CHARS = 1_000
+NUM_THREADS = 2
+
+Result = TypeVar("Result")
+
+
+class PromptEncoder:
+    """Owned by the router process; `close` ends its threads."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        # Its queue is bounded by the number of requests that the router admits.
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompt-encoder")
+
+    async def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids. Raises `InvalidRequest` when there are none, or the template refuses."""
+        token_ids = await self._encode(prompt)
+        if not token_ids:
+            param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+            raise InvalidRequest(f"{param} is empty: it has no tokens", param=param)
+        return token_ids
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """A sequence's text with its special tokens."""
+        return await self._run(
+            lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False), num_chars=4 * len(token_ids)
+        )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, TokenPrompt):
+            return list(prompt.token_ids)
+        if isinstance(prompt, TextPrompt):
+            return await self._run(lambda: self._tokenizer.encode(prompt.text), num_chars=len(prompt.text))
+        num_chars = sum(len(message["content"]) for message in prompt.messages)
+        return await self._run(lambda: self._encode_chat(prompt), num_chars=num_chars + 16 * len(prompt.messages))
+
+    def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template: use /v1/completions", param="messages", code="unsupported_parameter"
+            )
+        text = self._template.render(prompt.messages)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    async def _run(self, work: Callable[[], Result], *, num_chars: int) -> Result:
+        if num_chars <= MAX_INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

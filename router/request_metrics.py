@@ -1,0 +1,102 @@
+"""What the router counts of requests and placements: Prometheus series, and the second choices that were taken.
+
+A fallback is logged once, counted, and shown in `/statusz`; all durations are differences of `RequestTimes`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cluster.errors import RequestCancelled, TandemError
+from cluster.telemetry import RouterMetrics
+from router.answer import Answer
+from router.placement import Placement
+from router.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFallback:
+    """A second choice, with its reason."""
+
+    component: str
+    wanted: str
+    used: str
+    reason: str
+
+
+class RequestMetrics:
+    """Owned by the router process. Also hears placements (`PlacementListener`)."""
+
+    def __init__(self, series: RouterMetrics, model: str) -> None:
+        self._series = series
+        self._model = model
+        self._inter_token_latency = series.inter_token_latency.labels(model)
+        self._generation_tokens = series.generation_tokens.labels(model)
+        self._fallbacks: Counter[RouterFallback] = Counter()
+
+    @property
+    def fallbacks(self) -> Iterator[tuple[RouterFallback, int]]:
+        yield from self._fallbacks.items()
+
+    def watch_running(self, num_running: Callable[[], int]) -> None:
+        self._series.requests_running.labels(self._model).set_function(num_running)
+
+    def step(self, gap_s: float, num_tokens: int) -> None:
+        """A step of one answer brought tokens: each of them has its share of the gap."""
+        observe = self._inter_token_latency.observe
+        for _ in range(num_tokens):
+            observe(gap_s / num_tokens)
+
+    def placed(self, sequence: Sequence, placement: Placement) -> None:
+        prefill_id = placement.prefill[0].worker_id if placement.prefill else ""
+        self._series.placements.labels(self._model, prefill_id, placement.decode.worker_id).inc()
+        if placement.is_fallback:
+            self.fell_back(
+                RouterFallback("prefill", "a prefill worker", "the decode worker", "no prefill worker ready")
+            )
+
+    def moved(self, sequence: Sequence, error: TandemError) -> None:
+        stage = "resumed" if sequence.has_started else "placed again"
+        self.fell_back(
+            RouterFallback("placement", "the chosen worker", "another worker", f"{stage}: {error.error_code}")
+        )
+
+    def fell_back(self, fallback: RouterFallback) -> None:
+        if not self._fallbacks[fallback]:
+            _log.warning("fallback", extra={"component": fallback.component, "reason": fallback.reason})
+        self._fallbacks[fallback] += 1
+        self._series.fallbacks.labels(self._model, fallback.component, fallback.reason).inc()
+
+    def failed(self, error: TandemError, *, was_placed: bool) -> None:
+        if isinstance(error, RequestCancelled):
+            self._series.requests_ended.labels(self._model, "abort").inc()
+        elif was_placed:
+            self._series.requests_failed.labels(self._model, error.error_code, error.stage).inc()
+        else:
+            self._series.requests_refused.labels(self._model, error.error_code).inc()
+
+    def ended(self, answer: Answer) -> None:
+        """After an answer that was placed, whatever its end."""
+        times, usage, model, series = answer.times, answer.usage, self._model, self._series
+        series.prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        series.cached_prompt_tokens.labels(model).inc(usage.cached_tokens)
+        self._generation_tokens.inc(usage.completion_tokens)
+        series.prompt_lengths.labels(model).observe(usage.prompt_tokens)
+        series.generation_lengths.labels(model).observe(usage.completion_tokens)
+        series.e2e_request_latency.labels(model).observe(times.ended_s - times.admitted_s)
+        if times.first_token_s:
+            series.time_to_first_token.labels(model).observe(times.first_token_s - times.admitted_s)
+        series.request_stage.labels(model, "tokenize").observe(times.encoded_s - times.admitted_s)
+        series.request_stage.labels(model, "place").observe(times.placed_s - times.encoded_s)
+        if (timeline := answer.timeline) is not None:
+            series.request_stage.labels(model, "prefill_queue").observe(timeline.prefill_queued_us / 1e6)
+            series.request_stage.labels(model, "prefill").observe(timeline.prefill_compute_us / 1e6)
+            series.request_stage.labels(model, "transfer_exposed").observe(timeline.transfer_exposed_us / 1e6)
+            series.request_stage.labels(model, "decode_wait").observe(timeline.decode_wait_us / 1e6)
+        for reason in answer.finish_reasons:
+            series.requests_ended.labels(model, reason).inc()

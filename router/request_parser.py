@@ -1,0 +1,156 @@
+"""A decoded body as a `GenerationRequest`: the one path of checks for HTTP and gRPC.
+
+It knows the limits, not the workers: what depends on the prompt's tokens is checked after tokenising.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.errors import InvalidRequest, ModelNotFound, shown
+from cluster.sampling_params import NO_LOGPROBS
+from router.api_types import ApiKind, ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from router.chat_messages import check_messages
+from router.field_rules import TokenId, invalid_value
+from router.limits import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_SEQUENCES_PER_REQUEST,
+    ServingLimits,
+    chat_fields,
+    check_fields,
+    check_num_sequences,
+    check_prompt_text,
+    completion_fields,
+)
+
+# Fields that mean the same in the request and here.
+_SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs", "echo", "user",
+    "cache_salt", "priority",
+)  # fmt: skip
+
+
+class RequestParser:
+    """Checks bodies against one model's limits."""
+
+    def __init__(self, limits: ServingLimits, default_max_tokens: int | None = None) -> None:
+        """`default_max_tokens` None: what fits for a chat, OpenAI's 16 for a completion."""
+        self.limits = limits
+        self._chat_fields = chat_fields(limits)
+        self._completion_fields = completion_fields(limits)
+        self._default_max_tokens = default_max_tokens
+
+    def parse_chat(self, body: Mapping[str, Any]) -> GenerationRequest:
+        """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
+        values = check_fields(body, self._chat_fields, frozenset({"messages"}))
+        self._check_model(values)
+        if "messages" not in body:
+            raise InvalidRequest("messages is missing", param="messages")
+        prompt = ChatPrompt(check_messages(body["messages"], self.limits))
+        return GenerationRequest(
+            kind=ApiKind.CHAT,
+            prompts=(prompt,),
+            max_tokens=_chat_max_tokens(values, self._default_max_tokens),
+            logprobs=_chat_logprobs(values),
+            **_shared_values(values, 1),
+        )
+
+    def parse_completion(self, body: Mapping[str, Any]) -> GenerationRequest:
+        """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
+        values = check_fields(body, self._completion_fields, frozenset({"prompt"}))
+        self._check_model(values)
+        if body.get("prompt") is None:
+            raise InvalidRequest("prompt is missing", param="prompt")
+        prompts = self._check_prompt(body["prompt"])
+        default = self._default_max_tokens or DEFAULT_COMPLETION_TOKENS
+        return GenerationRequest(
+            kind=ApiKind.COMPLETION,
+            prompts=prompts,
+            max_tokens=values.get("max_tokens", default),
+            logprobs=values.get("logprobs", NO_LOGPROBS),
+            **_shared_values(values, len(prompts)),
+        )
+
+    def _check_model(self, values: Mapping[str, Any]) -> None:
+        name = values.get("model")
+        if name is None:
+            raise InvalidRequest(f"model is missing; served: {self.limits.model_name}", param="model")
+        if name != self.limits.model_name:
+            raise ModelNotFound(f"no model {shown(name)}; served: {self.limits.model_name}", param="model")
+
+    def _check_prompt(self, value: Any) -> tuple[Prompt, ...]:
+        """A text, token ids, or a list of either."""
+        if isinstance(value, str):
+            check_prompt_text(len(value), self.limits, "prompt")
+            return (TextPrompt(value),)
+        if not isinstance(value, list):
+            raise invalid_value("prompt", value, "a string, an array of strings, of token ids, or of those arrays")
+        if not value:
+            raise InvalidRequest("prompt is empty", param="prompt")
+        if not isinstance(value[0], str | list):
+            return (self._token_prompt(value),)
+        if len(value) > MAX_SEQUENCES_PER_REQUEST:
+            raise InvalidRequest(
+                f"prompt has {len(value)} entries, at most {MAX_SEQUENCES_PER_REQUEST}", param="prompt"
+            )
+        if isinstance(value[0], str):
+            texts = [item for item in value if isinstance(item, str)]
+            if len(texts) != len(value):
+                raise InvalidRequest("prompt mixes strings with other values", param="prompt")
+            check_prompt_text(max(map(len, texts)), self.limits, "prompt")
+            return tuple(TextPrompt(text) for text in texts)
+        return tuple(self._token_prompt(item) for item in value)
+
+    def _token_prompt(self, value: Any) -> TokenPrompt:
+        if not isinstance(value, list) or not value:
+            raise invalid_value("prompt", value, "a non-empty array of token ids")
+        check_prompt_text(len(value), self.limits, "prompt")
+        vocab_size = self.limits.vocab_size
+        # At the speed of C: a prompt may have a million ids.
+        if set(map(type, value)) != {int} or min(value) < 0 or max(value) >= vocab_size:
+            rule = TokenId(vocab_size)
+            for item in value:
+                rule.check(item, "prompt")
+        return TokenPrompt(tuple(value))
+
+
+def _shared_values(values: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
+    num_choices = values.get("n", 1)
+    check_num_sequences(num_prompts, num_choices)
+    is_streamed = values.get("stream", False)
+    options = values.get("stream_options")
+    if options is not None and not is_streamed:
+        raise InvalidRequest("stream_options is set and stream is not", param="stream_options")
+    options = options or {}
+    if is_streamed and "prompt_logprobs" in values:
+        raise InvalidRequest("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+    return {
+        **{name: values[name] for name in _SAME_NAME if name in values},
+        "num_choices": num_choices,
+        "is_streamed": is_streamed,
+        "includes_usage": options.get("include_usage", False),
+        "has_continuous_usage": options.get("continuous_usage_stats", False),
+    }
+
+
+def _chat_max_tokens(values: Mapping[str, Any], default: int | None) -> int | None:
+    """OpenAI renamed the field; both with different values contradict each other."""
+    old, new = values.get("max_tokens"), values.get("max_completion_tokens")
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            f"max_tokens is {old} and max_completion_tokens is {new}: give one of them", param="max_completion_tokens"
+        )
+    chosen = new if new is not None else old
+    return default if chosen is None else int(chosen)
+
+
+def _chat_logprobs(values: Mapping[str, Any]) -> int:
+    """`logprobs: true` alone is the chosen token only."""
+    num_top = values.get("top_logprobs")
+    if not values.get("logprobs", False):
+        if num_top:
+            raise InvalidRequest("top_logprobs is set and logprobs is not true", param="top_logprobs")
+        return NO_LOGPROBS
+    return int(num_top or 0)

@@ -1,0 +1,92 @@
+"""The router without its process: everything between a front's request and the workers, wired together once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from tandem.v1 import worker_pb2
+
+from cluster.chat_template import ChatTemplate
+from cluster.identity import new_incarnation
+from cluster.router_settings import RouterSettings
+from cluster.rpc_security import RpcSecurity
+from cluster.telemetry import RouterMetrics, new_registry
+from cluster.tokenizer import Tokenizer
+from router.asgi_types import AsgiApp
+from router.cluster_status import ClusterStatus
+from router.dispatcher import Dispatcher
+from router.generation_service import GenerationService, ServingPolicy
+from router.grpc_front import InferenceService
+from router.http_app import build_http_app
+from router.limits import ServingLimits
+from router.policies import make_policy
+from router.prompt_encoder import PromptEncoder
+from router.request_metrics import RequestMetrics
+from router.request_parser import RequestParser
+from router.tenants import ApiKeys
+from router.worker_registry import WorkerRegistry
+from router.worker_session import PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class RouterCore:
+    """The parts that a process starts and stops. `stop` ends links and threads."""
+
+    registry: WorkerRegistry
+    service: GenerationService
+    encoder: PromptEncoder
+    http_app: AsgiApp
+    grpc_servicer: InferenceService
+    metrics_registry: CollectorRegistry
+    series: RouterMetrics
+
+    async def stop(self) -> None:
+        await self.registry.stop()
+        self.encoder.close()
+
+
+def build_core(
+    settings: RouterSettings,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    limits: ServingLimits,
+    security: RpcSecurity,
+    keys: ApiKeys | None,
+) -> RouterCore:
+    """Nothing runs yet: workers join through `registry.on_membership_change`."""
+    metrics_registry = new_registry()
+    series = RouterMetrics(metrics_registry)
+    metrics = RequestMetrics(series, limits.model_name)
+    hello = worker_pb2.RouterHello(
+        router_id=settings.router_id, incarnation=new_incarnation(), protocol_version=PROTOCOL_VERSION
+    )
+    registry = WorkerRegistry(hello, security, allows_local_prefill=settings.prefill_fallback == "allow")
+    encoder = PromptEncoder(tokenizer, template)
+    dispatcher = Dispatcher(registry, make_policy(settings.policy), metrics)
+    policy = ServingPolicy(
+        max_concurrent_requests=settings.max_concurrent_requests,
+        request_timeout_s=settings.request_timeout_s,
+        seed=settings.seed,
+        scope_secret=security.token.encode(),
+    )
+    service = GenerationService(tokenizer, encoder, limits, policy, registry, dispatcher, metrics)
+    parser = RequestParser(limits, settings.default_max_tokens or None)
+    http_app = build_http_app(
+        service,
+        parser,
+        ClusterStatus(registry, service, security),
+        metrics_registry,
+        is_ready=lambda: registry.is_ready,
+        keys=keys,
+        max_body_bytes=settings.max_body_bytes,
+    )
+    return RouterCore(
+        registry=registry,
+        service=service,
+        encoder=encoder,
+        http_app=http_app,
+        grpc_servicer=InferenceService(service, parser, keys),
+        metrics_registry=metrics_registry,
+        series=series,
+    )

@@ -1,0 +1,81 @@
+"""Who asks: API keys, and the scope in which a tenant's KV blocks may be shared.
+
+    key file      one line each: name, SHA-256 of the key (`tandem key create` writes it); the keys are nowhere
+    scope         HMAC-SHA256(cluster secret; tenant, client salt), 16 bytes: seeds the first block hash
+
+So another tenant's request cannot hit these blocks, and a client's salt can only narrow what is shared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import grpc
+
+from cluster.errors import ClientError, StartupError
+from cluster.identity import Tenant
+
+SCOPE_KEY_BYTES = 16
+DEFAULT_TENANT = Tenant("default")
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})")
+
+
+class InvalidApiKey(ClientError):
+    """No key, or one that is not known."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+
+
+class ApiKeys:
+    """The digests of the keys that may use this server."""
+
+    def __init__(self, tenant_by_digest: Mapping[bytes, Tenant]) -> None:
+        self._tenant_by_digest = dict(tenant_by_digest)
+
+    def tenant_of(self, authorization: str) -> Tenant:
+        """The tenant of an `Authorization: Bearer <key>` value. Raises `InvalidApiKey`.
+
+        Every digest is compared, each in constant time: how long it takes says nothing about which one came close.
+        """
+        scheme, _, key = authorization.partition(" ")
+        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found: Tenant | None = None
+        for known, tenant in self._tenant_by_digest.items():
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        if found is None or scheme.lower() != "bearer":
+            raise InvalidApiKey("missing or wrong API key: send it as `Authorization: Bearer <key>`")
+        return found
+
+
+def read_api_keys(path: Path) -> ApiKeys:
+    """Raises `StartupError` when the file is missing, open to others, or has a line that is no key."""
+    try:
+        mode, text = path.stat().st_mode, path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartupError(f"cannot read the API key file {path}: {error}: make one with `tandem key create`") from None
+    if mode & 0o077:
+        raise StartupError(f"the API key file {path} is open to other users: run `chmod 600 {path}`")
+    keys: dict[bytes, Tenant] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line.strip())
+        if match is None:
+            raise StartupError(f"{path}, line {number}: not `name sha256`; make keys with `tandem key create`")
+        keys[bytes.fromhex(match["digest"])] = Tenant(match["name"])
+    if not keys:
+        raise StartupError(f"{path} holds no key: make one with `tandem key create NAME --file {path}`")
+    return ApiKeys(keys)
+
+
+def scope_key(secret: bytes, tenant: Tenant, salt: str) -> bytes:
+    """What seeds the block hashes of this tenant and salt. Parts are length-prefixed, so none runs into the next."""
+    parts = b"".join(len(part).to_bytes(4, "little") + part for part in (tenant.encode(), salt.encode()))
+    return hmac.digest(secret, b"tandem-cache-scope" + parts, "sha256")[:SCOPE_KEY_BYTES]

@@ -1,0 +1,182 @@
+"""The workers a router can use: membership's records joined with the state of our own links to them.
+
+    membership ──JOINED, UPDATED, RESTARTED, LEFT──> WorkerRegistry ──> WorkerState + link for each incarnation
+    links: decode and aggregated workers a `WorkerSession`, prefill workers a `PrefillLink` (connectivity only)
+
+A broken link makes a worker unroutable at once, whatever Redis still says; Redis is never on a request's way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+from tandem.v1 import membership_pb2, worker_pb2
+
+from cluster.identity import WorkerId
+from cluster.membership_state import ChangeKind, MembershipChange
+from cluster.rpc import open_channel
+from cluster.rpc_security import RpcSecurity
+from router.placement import ClusterSnapshot
+from router.worker_session import WorkerSession
+from router.worker_state import Role, WorkerState, state_from_record, update_from_record
+
+_log = logging.getLogger(__name__)
+
+
+class PrefillLink:
+    """Watches the connection to a prefill worker: requests never go over it, its loss tells that the worker is gone."""
+
+    def __init__(self, worker: WorkerState, security: RpcSecurity, on_link_change: Callable[[], None]) -> None:
+        self.worker = worker
+        self._security = security
+        self._on_link_change = on_link_change
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._watch(), name=f"link {self.worker.worker_id}")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self._set(False)
+
+    async def _watch(self) -> None:
+        async with open_channel(self.worker.control_address, self._security) as channel:
+            while True:
+                state = channel.get_state(try_to_connect=True)
+                self._set(state is grpc.ChannelConnectivity.READY)
+                await channel.wait_for_state_change(state)
+
+    def _set(self, is_connected: bool) -> None:
+        if self.worker.is_connected != is_connected:
+            self.worker.is_connected = is_connected
+            self._on_link_change()
+
+
+Link = WorkerSession | PrefillLink
+
+
+class WorkerRegistry:
+    """Owned by the router process. `on_membership_change` is given to the membership view."""
+
+    def __init__(
+        self,
+        hello: worker_pb2.RouterHello,
+        security: RpcSecurity,
+        *,
+        allows_local_prefill: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hello = hello
+        self._security = security
+        self.allows_local_prefill = allows_local_prefill
+        self._clock = clock
+        self._links: dict[WorkerId, Link] = {}
+        self._records: dict[WorkerId, membership_pb2.WorkerRecord] = {}
+        self._listeners: list[Callable[[], None]] = []
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """`listener` is called after a worker joined, left, or its link came up or broke. It must not block."""
+        self._listeners.append(listener)
+
+    def on_membership_change(self, change: MembershipChange) -> None:
+        worker_id = WorkerId(change.record.identity.worker_id)
+        link = self._links.get(worker_id)
+        if change.kind is ChangeKind.LEFT:
+            self._retire(worker_id)
+        elif link is None or link.worker.incarnation != change.record.identity.incarnation:
+            self._drop(worker_id)
+            self._add(worker_id, change.record)
+        else:
+            self._records[worker_id] = change.record
+            if isinstance(link, WorkerSession):
+                link.is_retired = False
+            update_from_record(link.worker, change.record, self._clock())
+        self._notify()
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Who could take a request now."""
+        prefill: list[WorkerState] = []
+        decode: list[WorkerState] = []
+        for link in self._links.values():
+            worker = link.worker
+            if worker.is_routable:
+                (decode if worker.generates else prefill).append(worker)
+        return ClusterSnapshot(prefill, decode, self.allows_local_prefill)
+
+    def session_of(self, worker: WorkerState) -> WorkerSession:
+        """The stream to a decode or aggregated worker of the last snapshot."""
+        link = self._links[worker.worker_id]
+        if not isinstance(link, WorkerSession):
+            raise TypeError(f"worker {worker.worker_id} generates nothing")
+        return link
+
+    @property
+    def workers(self) -> Iterator[tuple[WorkerState, membership_pb2.WorkerRecord]]:
+        """Everyone known, routable or not."""
+        return ((link.worker, self._records[worker_id]) for worker_id, link in list(self._links.items()))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request could be served now."""
+        snapshot = self.snapshot()
+        if any(worker.role is Role.AGGREGATED for worker in snapshot.decode):
+            return True
+        return bool(snapshot.decode) and (bool(snapshot.prefill) or self.allows_local_prefill)
+
+    def max_capacity_tokens(self) -> int:
+        """The largest KV pool of a known decode worker, in tokens; 0: none has said yet."""
+        return max((link.worker.capacity_tokens for link in self._links.values() if link.worker.generates), default=0)
+
+    async def stop(self) -> None:
+        """Ends every link."""
+        for worker_id in list(self._links):
+            self._drop(worker_id)
+        await asyncio.gather(*self._stopping, return_exceptions=True)
+
+    def _add(self, worker_id: WorkerId, record: membership_pb2.WorkerRecord) -> None:
+        worker = state_from_record(record, self._clock())
+        if worker is None:
+            _log.warning("a worker has a role that this router does not know", extra={"peer": worker_id})
+            return
+        link: Link
+        if worker.generates:
+            link = WorkerSession(worker, self._hello, self._security, self._notify, self._clock)
+        else:
+            link = PrefillLink(worker, self._security, self._notify)
+        self._links[worker_id] = link
+        self._records[worker_id] = record
+        link.start()
+
+    def _retire(self, worker_id: WorkerId) -> None:
+        """It takes no new requests. A stream that still stands goes on: a lost heartbeat must not end an answer."""
+        link = self._links.get(worker_id)
+        if isinstance(link, WorkerSession) and link.worker.is_connected:
+            link.worker.is_ready = False
+            link.is_retired = True
+        else:
+            self._drop(worker_id)
+
+    def _drop(self, worker_id: WorkerId) -> None:
+        link = self._links.pop(worker_id, None)
+        self._records.pop(worker_id, None)
+        if link is None:
+            return
+        link.worker.is_ready = False
+        task = asyncio.create_task(link.stop(), name=f"stop link {worker_id}")
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
+
+    def _notify(self) -> None:
+        for worker_id, link in list(self._links.items()):
+            if isinstance(link, WorkerSession) and link.is_over:
+                self._drop(worker_id)
+        for listener in self._listeners:
+            listener()

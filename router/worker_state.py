@@ -1,0 +1,106 @@
+"""What a router knows of one worker: its record, its last load report, its link, and what is booked on it.
+
+Owned by `WorkerRegistry` and changed in place on the event loop; policies only read. A restarted worker is a new state:
+what was booked on the old one goes with it, so no counter is ever wrong because of a restart.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from tandem.v1 import common_pb2, membership_pb2, worker_pb2
+
+from cluster.identity import Incarnation, WorkerId
+
+
+class Role(enum.Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+
+
+ROLES = {
+    common_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
+    common_pb2.WORKER_ROLE_DECODE: Role.DECODE,
+    common_pb2.WORKER_ROLE_AGGREGATED: Role.AGGREGATED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class WorkerState:
+    """One incarnation of a worker."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    control_address: str
+    block_tokens: int
+    kv_bytes_per_token: int = 0
+    num_layers: int = 1
+    host_id: str = ""
+    is_ready: bool = False  # says the worker
+    is_connected: bool = False  # says our link to it
+    load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
+    load_at_s: float = 0.0  # on the router's clock
+    refused: frozenset[Incarnation] = frozenset()  # peers that it refused at Hello
+    # Booked by this router and not yet released.
+    booked_requests: int = 0
+    booked_prefill_tokens: int = 0
+    booked_kv_tokens: int = 0
+    last_chosen_s: float = 0.0
+
+    @property
+    def is_routable(self) -> bool:
+        load = self.load
+        return self.is_ready and self.is_connected and not load.draining and not load.admission_stopped
+
+    @property
+    def generates(self) -> bool:
+        return self.role is not Role.PREFILL
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that its KV pool holds; 0 while it has not said."""
+        return self.load.total_blocks * self.block_tokens
+
+    def take_report(self, load: worker_pb2.LoadReport, now_s: float) -> None:
+        self.load = load
+        self.load_at_s = now_s
+
+
+def state_from_record(record: membership_pb2.WorkerRecord, now_s: float) -> WorkerState | None:
+    """The state of a worker that announced itself; None for a role that this router does not know."""
+    role = ROLES.get(record.identity.role)
+    if role is None:
+        return None
+    layout = record.layout
+    state = WorkerState(
+        worker_id=WorkerId(record.identity.worker_id),
+        incarnation=Incarnation(record.identity.incarnation),
+        role=role,
+        control_address=record.control_address,
+        block_tokens=layout.block_tokens or 16,
+        kv_bytes_per_token=2
+        * layout.num_layers
+        * layout.num_kv_heads
+        * layout.head_dim
+        * _DTYPE_BYTES.get(layout.dtype, 2),
+        num_layers=max(1, layout.num_layers),
+        host_id=record.host_id,
+    )
+    update_from_record(state, record, now_s)
+    return state
+
+
+def update_from_record(state: WorkerState, record: membership_pb2.WorkerRecord, now_s: float) -> None:
+    """A newer heartbeat. Reports that come over the link are fresher, so the record's load waits for their silence."""
+    state.is_ready = record.ready
+    state.refused = frozenset(Incarnation(peer.incarnation) for peer in record.refused)
+    if record.HasField("load") and now_s - state.load_at_s > REPORT_FRESH_S:
+        state.take_report(record.load, now_s)
+
+
+# A report older than this says less than what this router has booked since.
+REPORT_FRESH_S = 1.0
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
