@@ -23,12 +23,14 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).resolve().parent
 LIBRARY_NAME = "libtandem_native.so"
+# -fno-strict-aliasing: packed buffers are read as words and written as halves and bytes.
 # -ffp-contract=off: a product and a sum are fused only where the source says so, so that two builds agree.
 COMMON_FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
+    "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-pthread",
     "-Wall",

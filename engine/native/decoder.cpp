@@ -8,8 +8,6 @@ namespace tandem {
 
 namespace {
 
-int padded(int n) { return (n + kPanelOutputs - 1) / kPanelOutputs * kPanelOutputs; }
-
 const TandemModelSpec& checked(const TandemModelSpec& spec) {
     if (spec.head_dim % 32 != 0 || spec.head_dim < 32 || spec.head_dim > 256)
         throw std::invalid_argument("head size " + std::to_string(spec.head_dim) + ": need a multiple of 32, at most 256");
@@ -25,8 +23,9 @@ const TandemModelSpec& checked(const TandemModelSpec& spec) {
 
 size_t Workspace::num_bytes() const {
     size_t bytes = packed.size();
-    for (const auto* part : {&residual, &normed, &qkv, &attended, &gate_up, &activated, &cos, &sin})
+    for (const auto* part : {&residual, &normed, &qkv, &attended, &activated, &cos, &sin})
         bytes += part->size() * sizeof(float);
+    for (const auto& part : gate_up) bytes += part.size() * sizeof(float);
     for (const auto& scratch : attention) bytes += scratch.size();
     return bytes;
 }
@@ -100,13 +99,16 @@ void Decoder::reserve(int rows) {
     work_.normed.resize(n * hidden);
     work_.qkv.resize(n * (size_t)padded(heads_width() + 2 * kv_width()));
     work_.attended.resize(n * (size_t)heads_width());
-    work_.gate_up.resize(n * (size_t)padded(2 * spec_.intermediate_size));
-    work_.activated.resize(n * (size_t)spec_.intermediate_size);
+    work_.activated.resize(n * (size_t)padded(spec_.intermediate_size));
+    work_.gate_up.resize((size_t)threads_.size());
+    for (auto& part : work_.gate_up) part.resize(n * 2 * kPanelOutputs);
     work_.cos.resize(n * inverse_frequencies_.size());
     work_.sin.resize(n * inverse_frequencies_.size());
     work_.packed.resize(packed + 64);
     const int group = spec_.num_heads / spec_.num_kv_heads;
-    const size_t scratch = kernels_.attention_scratch_bytes(std::max(group, kMaxAttentionRows), spec_.head_dim);
+    const size_t scratch =
+        std::max(kernels_.attention_scratch_bytes(std::max(group, kMaxAttentionRows), 1, spec_.head_dim),
+                 kernels_.attention_scratch_bytes(group * kMaxSharedQueries, spec_.num_kv_heads, spec_.head_dim));
     work_.attention.resize((size_t)threads_.size());
     for (auto& part : work_.attention) part.resize(scratch + 64);
     work_.rows = rows;
@@ -146,7 +148,23 @@ void Decoder::multiply(const PackedMatrix& matrix, const float* x, size_t stride
     uint8_t* packed = (uint8_t*)(((size_t)work_.packed.data() + 63) / 64 * 64);
     kernel.pack(x, stride, rows, matrix.k, matrix.k_padded, packed);
     threads_.split(matrix.panels, [&](int first, int last, int) {
-        kernel.multiply(packed, rows, matrix, first, last, out, out_stride, add);
+        kernel.multiply(packed, rows, matrix, first, last, out + (size_t)first * kPanelOutputs, out_stride, add);
+    });
+}
+
+// activated = silu(gate) * up, panel by panel, so that gates and ups never leave the cache.
+void Decoder::multiply_gated(const PackedMatrix& matrix, int rows) {
+    const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
+    const size_t inner_stride = (size_t)padded(spec_.intermediate_size);
+    uint8_t* packed = (uint8_t*)(((size_t)work_.packed.data() + 63) / 64 * 64);
+    kernel.pack(work_.normed.data(), (size_t)spec_.hidden_size, rows, matrix.k, matrix.k_padded, packed);
+    threads_.split(matrix.panels / 2, [&](int first, int last, int thread) {
+        float* pair = work_.gate_up[(size_t)thread].data();
+        for (int i = first; i < last; ++i) {
+            kernel.multiply(packed, rows, matrix, 2 * i, 2 * i + 2, pair, 2 * kPanelOutputs, false);
+            kernels_.silu_multiply(pair, 2 * kPanelOutputs, rows,
+                                   work_.activated.data() + (size_t)i * kPanelOutputs, inner_stride);
+        }
     });
 }
 
@@ -191,47 +209,50 @@ void Decoder::write_kv(const TandemStep& step, const Layer& layer, const KvLayer
 }
 
 void Decoder::attend(const TandemStep& step, const KvLayer& kv) {
-    const int group = spec_.num_heads / spec_.num_kv_heads;
-    const int most_queries = std::max(1, kMaxAttentionRows / group);
-    const size_t stride = (size_t)padded(heads_width() + 2 * kv_width()), out_stride = (size_t)heads_width();
-    int pieces = 0;  // of query tokens, over all sequences
-    for (int b = 0; b < step.num_sequences; ++b)
-        pieces += (step.query_starts[b + 1] - step.query_starts[b] + most_queries - 1) / most_queries;
-    const int tasks = pieces * spec_.num_kv_heads;
-    // Each thread walks the sequences again to find its pieces: cheap beside the attention of one, and no list is kept.
-    threads_.take_turns(tasks, [&](int index, int thread) {
-        int piece = index / spec_.num_kv_heads, b = 0;
-        for (;; ++b) {
-            const int here = (step.query_starts[b + 1] - step.query_starts[b] + most_queries - 1) / most_queries;
-            if (piece < here) break;
-            piece -= here;
-        }
-        const int queries = step.query_starts[b + 1] - step.query_starts[b], offset = piece * most_queries;
-        const int kv_head = index % spec_.num_kv_heads, head = kv_head * group;
-        const size_t row = (size_t)(step.query_starts[b] + offset);
-        AttentionTask task;
-        task.kv = kv;
-        task.block_table = step.block_tables + (size_t)b * step.table_width;
-        task.kv_head = kv_head;
-        task.group = group;
-        task.num_queries = std::min(most_queries, queries - offset);
-        task.first_position = step.context_lens[b] - queries + offset;
-        task.window = spec_.sliding_window;
-        task.scale = spec_.attention_scale;
-        task.q = work_.qkv.data() + row * stride + (size_t)head * spec_.head_dim;
-        task.q_stride = stride;
-        task.out = work_.attended.data() + row * out_stride + (size_t)head * spec_.head_dim;
-        task.out_stride = out_stride;
+    work_.tasks.clear();
+    for (int b = 0; b < step.num_sequences; ++b) add_attention_tasks(step, kv, b);
+    threads_.take_turns((int)work_.tasks.size(), [&](int index, int thread) {
         uint8_t* scratch = work_.attention[(size_t)thread].data();
-        kernels_.attention(task, (void*)(((size_t)scratch + 63) / 64 * 64));
+        const size_t after = (size_t)index + (size_t)threads_.size();
+        const AttentionTask* next = after < work_.tasks.size() ? &work_.tasks[after] : nullptr;
+        kernels_.attention(work_.tasks[(size_t)index], next, (void*)(((size_t)scratch + 63) / 64 * 64));
     });
+}
+
+void Decoder::add_attention_tasks(const TandemStep& step, const KvLayer& kv, int sequence) {
+    const int group = spec_.num_heads / spec_.num_kv_heads, start = step.query_starts[sequence];
+    const int queries = step.query_starts[sequence + 1] - start;
+    const bool shared = queries <= kMaxSharedQueries;
+    const int most_queries = shared ? kMaxSharedQueries : std::max(1, kMaxAttentionRows / group);
+    const int threads = threads_.size();
+    const int most_heads = shared ? (spec_.num_kv_heads + threads - 1) / threads : 1;
+    const size_t stride = (size_t)padded(heads_width() + 2 * kv_width()), out_stride = (size_t)heads_width();
+    for (int offset = 0; offset < queries; offset += most_queries)
+        for (int head = 0; head < spec_.num_kv_heads; head += most_heads) {
+            const size_t row = (size_t)(start + offset), column = (size_t)(head * group * spec_.head_dim);
+            AttentionTask task;
+            task.kv = kv;
+            task.block_table = step.block_tables + (size_t)sequence * step.table_width;
+            task.first_kv_head = head;
+            task.num_kv_heads = std::min(most_heads, spec_.num_kv_heads - head);
+            task.group = group;
+            task.num_queries = std::min(most_queries, queries - offset);
+            task.first_position = step.context_lens[sequence] - queries + offset;
+            task.window = spec_.sliding_window;
+            task.scale = spec_.attention_scale;
+            task.q = work_.qkv.data() + row * stride + column;
+            task.q_stride = stride;
+            task.out = work_.attended.data() + row * out_stride + column;
+            task.out_stride = out_stride;
+            work_.tasks.push_back(task);
+        }
 }
 
 void Decoder::run_layer(const TandemStep& step, int index) {
     const Layer& layer = layers_[(size_t)index];
-    const int rows = step.num_tokens, inner = spec_.intermediate_size;
+    const int rows = step.num_tokens;
     const size_t residual_stride = (size_t)padded(spec_.hidden_size), hidden = (size_t)spec_.hidden_size;
-    const size_t qkv_stride = (size_t)padded(heads_width() + 2 * kv_width()), inner_stride = (size_t)padded(2 * inner);
+    const size_t qkv_stride = (size_t)padded(heads_width() + 2 * kv_width());
     const KvLayer kv = kv_layer(index);
 
     normalise(layer.attention_norm, rows, work_.residual.data(), work_.normed.data());
@@ -241,12 +262,9 @@ void Decoder::run_layer(const TandemStep& step, int index) {
     multiply(layer.output, work_.attended.data(), (size_t)heads_width(), rows, work_.residual.data(), residual_stride, true);
 
     normalise(layer.mlp_norm, rows, work_.residual.data(), work_.normed.data());
-    multiply(layer.gate_up, work_.normed.data(), hidden, rows, work_.gate_up.data(), inner_stride, false);
-    threads_.split(rows, [&](int first, int last, int) {
-        kernels_.silu_multiply(work_.gate_up.data() + (size_t)first * inner_stride, inner_stride, last - first, inner,
-                               work_.activated.data() + (size_t)first * inner, (size_t)inner);
-    });
-    multiply(layer.down, work_.activated.data(), (size_t)inner, rows, work_.residual.data(), residual_stride, true);
+    multiply_gated(layer.gate_up, rows);
+    multiply(layer.down, work_.activated.data(), (size_t)padded(spec_.intermediate_size), rows, work_.residual.data(),
+             residual_stride, true);
 }
 
 void Decoder::compute_logits(const TandemStep& step, float* logits, size_t logits_stride, float* hidden) {

@@ -12,7 +12,8 @@
 namespace tandem {
 
 struct Layer {
-    PackedMatrix qkv, output, gate_up, down;
+    PackedMatrix qkv, output, down;
+    PackedMatrix gate_up;  // panels of gates and of ups take turns
     std::vector<float> attention_norm, mlp_norm;
     std::vector<float> qkv_bias;            // empty: none
     std::vector<float> query_norm, key_norm;  // empty: none
@@ -21,9 +22,11 @@ struct Layer {
 // Buffers of one step, float32, grown to the largest step seen. `rows` are tokens.
 struct Workspace {
     int rows = 0;
-    std::vector<float> residual, normed, qkv, attended, gate_up, activated, cos, sin;
+    std::vector<float> residual, normed, qkv, attended, activated, cos, sin;
+    std::vector<std::vector<float>> gate_up;     // of each thread: a panel of gates and one of ups
     std::vector<uint8_t> packed;                 // activations as the kernels read them
     std::vector<std::vector<uint8_t>> attention;  // scratch of each thread
+    std::vector<AttentionTask> tasks;             // of one layer
 
     size_t num_bytes() const;
 };
@@ -49,6 +52,7 @@ class Decoder {
     struct Part {  // where a tensor goes
         PackedMatrix* matrix;
         int matrix_rows, first_row, columns;
+        int panel_step = 1;  // 2: every other panel
     };
     Part matrix_part(TandemTensor tensor, int layer);
     std::vector<float>* vector_part(TandemTensor tensor, int layer, size_t* offset, size_t* size);
@@ -61,8 +65,10 @@ class Decoder {
     void normalise(const std::vector<float>& weight, int rows, const float* x, float* out);
     void multiply(const PackedMatrix& matrix, const float* x, size_t stride, int rows, float* out, size_t out_stride,
                   bool add);
+    void multiply_gated(const PackedMatrix& matrix, int rows);
     void write_kv(const TandemStep& step, const Layer& layer, const KvLayer& kv);
     void attend(const TandemStep& step, const KvLayer& kv);
+    void add_attention_tasks(const TandemStep& step, const KvLayer& kv, int sequence);
     void run_layer(const TandemStep& step, int index);
     void compute_logits(const TandemStep& step, float* logits, size_t logits_stride, float* hidden);
     KvLayer kv_layer(int index) const;

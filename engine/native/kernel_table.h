@@ -13,7 +13,8 @@ struct LinearKernels {
     size_t (*packed_bytes)(int rows, int k_padded);
     // Brings x [rows, k] (float32, row stride `stride`) into the form that `multiply` reads.
     void (*pack)(const float* x, size_t stride, int rows, int k, int k_padded, void* packed);
-    // Computes outputs of panels [first, last) for all rows. A row's sums do not depend on `rows`.
+    // Computes outputs of panels [first, last) for all rows; `out` is where the first panel's go. A row's sums do not
+    // depend on `rows`.
     void (*multiply)(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel, float* out,
                      size_t out_stride, bool add);
 };
@@ -31,23 +32,26 @@ struct KvLayer {
     int head_dim = 0;
 };
 
-// Attention of some consecutive query tokens of one sequence with one KV head.
+// Attention of some consecutive query tokens of one sequence with some neighbouring KV heads.
 struct AttentionTask {
     KvLayer kv;
     const int32_t* block_table;
-    int kv_head;
+    int first_kv_head;
+    int num_kv_heads;
     int group;           // query heads per KV head
     int num_queries;     // query tokens of this task
     int first_position;  // of the first query token
     int window;          // 0: every earlier key is seen
     float scale;
-    const float* q;  // first query token, first head of the group; heads are head_dim apart
+    const float* q;  // first query token, first query head of the first KV head; heads are head_dim apart
     size_t q_stride;
     float* out;
     size_t out_stride;
 };
 
-constexpr int kMaxAttentionRows = 192;  // query tokens * group of one task, unless one token alone has more
+constexpr int kMaxAttentionRows = 384;  // query tokens * group of one task, unless one token alone has more
+// Up to this many query tokens a task takes all KV heads, so that a block's bytes are read in one run.
+constexpr int kMaxSharedQueries = 16;
 
 struct KernelTable {
     const char* name;
@@ -55,13 +59,14 @@ struct KernelTable {
     void (*rms_norm)(const float* x, size_t stride, int rows, int n, const float* weight, float epsilon, float* out,
                      size_t out_stride);
     void (*add_bias)(float* x, size_t stride, int rows, int n, const float* bias);
-    // out[:, i] = silu(x[:, i]) * x[:, n + i]
-    void (*silu_multiply)(const float* x, size_t stride, int rows, int n, float* out, size_t out_stride);
+    // out[:, i] = silu(x[:, i]) * x[:, 16 + i] for 16 columns: a panel of gates and one of ups.
+    void (*silu_multiply)(const float* x, size_t stride, int rows, float* out, size_t out_stride);
     // Rotates one head in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
     void (*rotate)(float* head, int head_dim, const float* cos, const float* sin);
     void (*store_kv)(const float* row, int head_dim, KvType type, void* destination);
-    size_t (*attention_scratch_bytes)(int rows, int head_dim);
-    void (*attention)(const AttentionTask& task, void* scratch);
+    size_t (*attention_scratch_bytes)(int rows, int num_kv_heads, int head_dim);
+    // `next` (or null) is the task that this thread does after this one: its first bytes are fetched.
+    void (*attention)(const AttentionTask& task, const AttentionTask* next, void* scratch);
     void (*embed)(const PackedMatrix& table, int token, float* out);
 };
 

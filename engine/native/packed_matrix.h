@@ -50,6 +50,8 @@ inline size_t block_bytes(NumberFormat format) {
     return 0;
 }
 
+inline int padded(int outputs) { return (outputs + kPanelOutputs - 1) / kPanelOutputs * kPanelOutputs; }
+
 inline size_t panel_bytes(NumberFormat format, int k_padded) {
     return (size_t)(k_padded / kBlockInputs) * block_bytes(format);
 }

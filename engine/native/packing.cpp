@@ -134,8 +134,15 @@ void pack_floats(PackedMatrix& matrix, int output, const float* row) {
     pack_blocks(matrix, output, blocks.data(), matrix.format);
 }
 
-void check(const PackedMatrix& matrix, int first_row, int rows, NumberFormat source) {
-    if (first_row < 0 || rows < 0 || first_row + rows > matrix.n) throw std::invalid_argument("rows outside the matrix");
+// The output that row i becomes: rows fill a panel, then go on `panel_step` panels further.
+int output_of(int first_row, int panel_step, int i) {
+    const int row = first_row % kPanelOutputs + i;
+    const int panel = first_row / kPanelOutputs + row / kPanelOutputs * panel_step;
+    return panel * kPanelOutputs + row % kPanelOutputs;
+}
+
+void check(const PackedMatrix& matrix, int last_output, NumberFormat source) {
+    if (last_output >= matrix.n) throw std::invalid_argument("rows outside the matrix");
     if (is_block_format(matrix.format) && matrix.k % kBlockInputs != 0)
         throw std::invalid_argument("a block format needs inputs in multiples of 32, not " + std::to_string(matrix.k));
     const bool takes = is_block_format(source) ? source == matrix.format : matrix.format != NumberFormat::kQ4_0;
@@ -166,17 +173,18 @@ PackedMatrix allocate_matrix(Arena& arena, NumberFormat format, int n, int k) {
     return matrix;
 }
 
-void pack_matrix(PackedMatrix& matrix, int first_row, int rows, NumberFormat source, const void* data) {
-    check(matrix, first_row, rows, source);
+void pack_matrix(PackedMatrix& matrix, int first_row, int panel_step, int rows, NumberFormat source, const void* data) {
+    check(matrix, rows > 0 ? output_of(first_row, panel_step, rows - 1) : 0, source);
     std::vector<float> floats(is_block_format(source) ? 0 : (size_t)matrix.k);
     for (int i = 0; i < rows; ++i) {
+        const int output = output_of(first_row, panel_step, i);
         if (is_block_format(source)) {
             const size_t row_bytes = (size_t)matrix.k / kBlockInputs * source_block_bytes(source);
-            pack_blocks(matrix, first_row + i, (const uint8_t*)data + i * row_bytes, source);
+            pack_blocks(matrix, output, (const uint8_t*)data + (size_t)i * row_bytes, source);
             continue;
         }
         for (int j = 0; j < matrix.k; ++j) floats[(size_t)j] = float_of(source, data, (size_t)i * matrix.k + j);
-        pack_floats(matrix, first_row + i, floats.data());
+        pack_floats(matrix, output, floats.data());
     }
 }
 

@@ -8,9 +8,9 @@ namespace tandem {
 // An all-zero matrix of n outputs and k inputs.
 PackedMatrix allocate_matrix(Arena& arena, NumberFormat format, int n, int k);
 
-// Writes `rows` outputs of k inputs each at output `first_row`: blocks value for value into the same format, floats into
+// Writes `rows` outputs of k inputs each from output `first_row` on, into every `panel_step`-th panel: blocks value for value into the same format, floats into
 // any format but Q4_0 (rounded). Throws std::invalid_argument for other pairs and for k that does not divide into blocks.
-void pack_matrix(PackedMatrix& matrix, int first_row, int rows, NumberFormat source, const void* data);
+void pack_matrix(PackedMatrix& matrix, int first_row, int panel_step, int rows, NumberFormat source, const void* data);
 
 float float_of(NumberFormat source, const void* data, size_t index);
 

@@ -27,8 +27,8 @@ Decoder::Part Decoder::matrix_part(TandemTensor tensor, int layer) {
         case TANDEM_KEY: return {&of.qkv, query + 2 * kv, query, hidden};
         case TANDEM_VALUE: return {&of.qkv, query + 2 * kv, query + kv, hidden};
         case TANDEM_ATTENTION_OUTPUT: return {&of.output, hidden, 0, query};
-        case TANDEM_GATE: return {&of.gate_up, 2 * inner, 0, hidden};
-        case TANDEM_UP: return {&of.gate_up, 2 * inner, inner, hidden};
+        case TANDEM_GATE: return {&of.gate_up, 2 * padded(inner), 0, hidden, 2};
+        case TANDEM_UP: return {&of.gate_up, 2 * padded(inner), kPanelOutputs, hidden, 2};
         case TANDEM_DOWN: return {&of.down, hidden, 0, inner};
         default: return {nullptr, 0, 0, 0};
     }
@@ -61,7 +61,7 @@ void Decoder::load(TandemTensor tensor, int layer, int rows, int columns, Number
             throw refused(tensor, layer, "shape " + std::to_string(rows) + " x " + std::to_string(columns));
         if (!part.matrix->data) *part.matrix = allocate_matrix(arena_, format, part.matrix_rows, part.columns);
         if (part.matrix->format != format) throw refused(tensor, layer, "parts of one matrix in different formats");
-        pack_matrix(*part.matrix, part.first_row, rows, source, data);
+        pack_matrix(*part.matrix, part.first_row, part.panel_step, rows, source, data);
         return;
     }
     size_t offset, size;

@@ -15,14 +15,14 @@ inline RowBlocks linear_blocks(int rows) { return RowBlocks(rows, rows <= kStrea
 template <class Dot>
 struct Dense {
     using Activation = typename Dot::Activation;
-    using Tile = void (*)(const Activation*, const uint8_t*, size_t, int, float*, size_t, Sum);
+    using Tile = void (*)(const Activation*, const uint8_t*, size_t, int, float*, size_t, bool);
 
     template <int NP, bool kStream>
     struct Maker {
         template <int MR>
         static void run(const Activation* a, const uint8_t* w, size_t panel_stride, int steps, float* out,
-                        size_t out_stride, Sum sum) {
-            multiply_tile<Dot, MR, NP, kStream>(a, MR, 1, w, panel_stride, steps, out, out_stride, sum);
+                        size_t out_stride, bool add) {
+            multiply_tile<Dot, MR, NP, kStream, false>(a, MR, 1, w, panel_stride, steps, out, out_stride, add);
         }
         template <int MR>
         static constexpr Tile function() {
@@ -40,7 +40,6 @@ struct Dense {
     static void multiply(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel,
                          float* out, size_t out_stride, bool add) {
         const int steps = w.k_padded / Dot::kInputs;
-        const Sum sum = add ? Sum::kAddAfter : Sum::kStore;
         const RowBlocks blocks = linear_blocks(rows);
         const bool pairs = rows > kStreamRows;
         for (int p = first_panel; p < last_panel;) {
@@ -48,9 +47,9 @@ struct Dense {
             for (int row = 0; row < rows; row += blocks.size) {
                 const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
                 const Activation* a = (const Activation*)packed + (size_t)row * steps;
-                float* to = out + row * out_stride + (size_t)p * kPanelOutputs;
+                float* to = out + row * out_stride + (size_t)(p - first_panel) * kPanelOutputs;
                 const Tile tile = width == 2 ? kPairTiles.entry[mr] : kStreamTiles.entry[mr];
-                tile(a, w.panel(p), w.panel_bytes, steps, to, out_stride, sum);
+                tile(a, w.panel(p), w.panel_bytes, steps, to, out_stride, add);
             }
             p += width;
         }
@@ -73,29 +72,30 @@ inline void round_row(const float* x, int k, int k_padded, uint16_t* out) {
     for (; i + kWidth <= k; i += kWidth) vstore_bf16(out + i, vload(x + i));
     if (i < k) {
         float rest[kWidth] = {};
-        for (int j = 0; i + j < k; ++j) rest[j] = x[i + j];
+        for (int j = 0; j < kWidth && i + j < k; ++j) rest[j] = x[i + j];
         vstore_bf16(out + i, vload(rest));
         i += kWidth;
     }
     for (; i < k_padded; ++i) out[i] = 0;
 }
 
+// 16 steps of up to 16 rows are rounded, turned and written together.
 inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows, int k, int k_padded, uint32_t* to) {
-    constexpr int kPart = 512;  // inputs rounded at a time, on the stack
+    alignas(64) uint32_t rounded[16][16] = {}, turned[16][16];
+    const uint8_t* from[16];
+    for (int m = 0; m < 16; ++m) from[m] = (const uint8_t*)rounded[m];
     for (int row = 0; row < rows; row += blocks.size) {
         const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
-        for (int m = 0; m < mr; ++m) {
-            const float* from = x + (row + m) * stride;
-            for (int first = 0; first < k_padded; first += kPart) {
-                alignas(64) uint32_t pairs[kPart / 2];
-                const int size = k_padded - first < kPart ? k_padded - first : kPart;
-                const int real = k - first < size ? (k > first ? k - first : 0) : size;
-                round_row(from + first, real, size, (uint16_t*)pairs);
-                uint32_t* column = to + (size_t)(first / 2) * mr + m;
-                for (int s = 0; s < size / 2; ++s) column[(size_t)s * mr] = pairs[s];
+        for (int first = 0; first < k_padded; first += 32, to += 16 * mr) {
+            const int real = k - first < 32 ? (k > first ? k - first : 0) : 32;
+            if (mr == 1) {
+                round_row(x + row * stride + first, real, 32, (uint16_t*)to);
+                continue;
             }
+            for (int m = 0; m < mr; ++m) round_row(x + (row + m) * stride + first, real, 32, (uint16_t*)rounded[m]);
+            transpose_16x16(from, 0, turned[0]);
+            for (int s = 0; s < 16; ++s) copy_words(to + s * mr, turned[s], mr);
         }
-        to += (size_t)mr * (k_padded / 2);
     }
 }
 

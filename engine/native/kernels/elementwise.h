@@ -9,23 +9,21 @@ using tandem::KvType;
 using tandem::PackedMatrix;
 using tandem::NumberFormat;
 
-constexpr float kExpLow = -87.3f;  // below it the result is 0, so that a mask of -inf gives exactly 0
+constexpr float kLog2E = 1.44269504088896341f;
 
-// e^x for x <= 88: 2^n * p(r), Cephes' polynomial (relative error below 2e-7).
-inline F vexp(F x) {
-    const F bounded = vmin(vmax(x, vset1(kExpLow)), vset1(88.0f));
-    const F n = vround(vmul(bounded, vset1(1.44269504088896341f)));
-    F r = vfnma(n, vset1(0.693359375f), bounded);
-    r = vfnma(n, vset1(-2.12194440e-4f), r);
-    F p = vset1(1.9875691500e-4f);
-    p = vfma(p, r, vset1(1.3981999507e-3f));
-    p = vfma(p, r, vset1(8.3334519073e-3f));
-    p = vfma(p, r, vset1(4.1665795894e-2f));
-    p = vfma(p, r, vset1(1.6666665459e-1f));
-    p = vfma(p, r, vset1(5.0000001201e-1f));
-    p = vadd(vfma(p, vmul(r, r), r), vset1(1.0f));
-    const I exponent = ishift_left<23>(iadd(ifrom_float(n), iset1(127)));
-    return vkeep_where_ge(vmul(p, vbits(exponent)), x, vset1(kExpLow));
+// 2^x for x <= 127, exactly 0 for x of -200 and below (so for a mask of -inf): 2^n * p(x - n), Cephes' polynomial
+// (relative error below 2e-7).
+inline F vexp2(F x) {
+    const F bounded = vmax(x, vset1(-200.0f));
+    const F n = vround(bounded);
+    const F r = vsub(bounded, n);
+    F p = vset1(1.535336188319500e-4f);
+    p = vfma(p, r, vset1(1.339887440266574e-3f));
+    p = vfma(p, r, vset1(9.618437357674640e-3f));
+    p = vfma(p, r, vset1(5.550332471162809e-2f));
+    p = vfma(p, r, vset1(2.402264791363012e-1f));
+    p = vfma(p, r, vset1(6.931472028550421e-1f));
+    return vscale(vfma(p, r, vset1(1.0f)), n);
 }
 
 // sum(x^2) in float32, the last n % kWidth values one by one.
@@ -60,21 +58,18 @@ inline void add_bias(float* x, size_t stride, int rows, int n, const float* bias
         for (int i = 0; i < n; ++i) x[row * stride + i] += bias[i];
 }
 
-inline F silu(F gate) { return vdiv(gate, vadd(vset1(1.0f), vexp(vsub(vzero(), gate)))); }
+// gate / (1 + e^-gate); the exponent is bounded where the result is 0 anyway.
+inline F silu(F gate) {
+    return vdiv(gate, vadd(vset1(1.0f), vexp2(vmin(vmul(gate, vset1(-kLog2E)), vset1(126.0f)))));
+}
 
-inline void silu_multiply(const float* x, size_t stride, int rows, int n, float* out, size_t out_stride) {
-    for (int row = 0; row < rows; ++row) {
-        const float *gate = x + row * stride, *up = gate + n;
-        float* to = out + row * out_stride;
-        int i = 0;
-        for (; i + kWidth <= n; i += kWidth) vstore(to + i, vmul(silu(vload(gate + i)), vload(up + i)));
-        if (i < n) {
-            float g[kWidth] = {};
-            for (int j = 0; i + j < n; ++j) g[j] = gate[i + j];
-            vstore(g, silu(vload(g)));
-            for (int j = 0; i + j < n; ++j) to[i + j] = g[j] * up[i + j];
+// out[:, i] = silu(x[:, i]) * x[:, 16 + i] for 16 columns.
+inline void silu_multiply(const float* x, size_t stride, int rows, float* out, size_t out_stride) {
+    for (int row = 0; row < rows; ++row)
+        for (int i = 0; i < tandem::kPanelOutputs; i += kWidth) {
+            const float* gate = x + row * stride + i;
+            vstore(out + row * out_stride + i, vmul(silu(vload(gate)), vload(gate + tandem::kPanelOutputs)));
         }
-    }
 }
 
 inline void rotate(float* head, int head_dim, const float* cos, const float* sin) {

@@ -4,9 +4,13 @@
 
 namespace {
 
-inline void transpose_16x16(const uint32_t* const* rows, int offset, uint32_t* out) {
+inline void copy_words(uint32_t* to, const uint32_t* from, int count) {
+    for (int i = 0; i < count; ++i) to[i] = from[i];
+}
+
+inline void transpose_16x16(const uint8_t* const* rows, int offset, uint32_t* out) {
     for (int j = 0; j < 16; ++j)
-        for (int i = 0; i < 16; ++i) out[16 * i + j] = rows[j][offset + i];
+        for (int i = 0; i < 16; ++i) __builtin_memcpy(out + 16 * i + j, rows[j] + 4 * (offset + i), 4);
 }
 
 inline void interleave_32(const uint16_t* a, const uint16_t* b, uint16_t* out_low, uint16_t* out_high) {

@@ -55,7 +55,7 @@ struct Quantized {
             for (int row = 0; row < rows; row += blocks.size) {
                 const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
                 kTiles.entry[mr]((const uint32_t*)packed + row * row_words, w.panel(p), blocks_k,
-                                 out + row * out_stride + (size_t)p * kPanelOutputs, out_stride, add);
+                                 out + row * out_stride + (size_t)(p - first_panel) * kPanelOutputs, out_stride, add);
             }
     }
     static size_t packed_bytes(int rows, int k_padded) { return (size_t)rows * Format::row_words(k_padded) * 4; }

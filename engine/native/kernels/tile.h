@@ -17,13 +17,6 @@ using tandem::kRowBytes;
 
 constexpr int kVectors = kPanelOutputs / kWidth;  // vectors in one 64-byte row of a panel
 
-// What to do with earlier contents of `out`.
-enum class Sum {
-    kStore,     // out = sum
-    kAddAfter,  // out = out + sum
-    kContinue,  // sums start from out
-};
-
 // The most rows that share one pass over a panel (accumulators, one row of weights, broadcasts fit the registers).
 constexpr int kStreamRows = kRegisters == 32 ? 16 : (kVectors == 2 ? 4 : 2);
 // The most rows where two panels are taken together: for many rows, where weights come from the cache.
@@ -56,16 +49,17 @@ inline void prefetch_stream(const uint8_t* p) {
     }
 }
 
-// a: step s of row m at a[s * step_stride + m * row_stride].
-template <class Dot, int MR, int NP, bool kStream>
+// a: step s of row m at a[s * step_stride + m * row_stride]. kContinue: sums start from `out`; add: they are added to it
+// at the end; else they overwrite it.
+template <class Dot, int MR, int NP, bool kStream, bool kContinue>
 inline __attribute__((always_inline)) void multiply_tile(const typename Dot::Activation* a, size_t step_stride,
                                                          size_t row_stride, const uint8_t* w, size_t panel_stride,
-                                                         int steps, float* out, size_t out_stride, Sum sum) {
+                                                         int steps, float* out, size_t out_stride, bool add) {
     constexpr int kColumns = NP * kVectors;
     F acc[MR][kColumns];
     for (int m = 0; m < MR; ++m)
         for (int j = 0; j < kColumns; ++j)
-            acc[m][j] = sum == Sum::kContinue ? vload(out + m * out_stride + j * kWidth) : vzero();
+            acc[m][j] = kContinue ? vload(out + m * out_stride + j * kWidth) : vzero();
     for (int s = 0; s < steps; ++s) {
         typename Dot::Weights row[kColumns];
         for (int p = 0; p < NP; ++p) {
@@ -83,7 +77,7 @@ inline __attribute__((always_inline)) void multiply_tile(const typename Dot::Act
     for (int m = 0; m < MR; ++m)
         for (int j = 0; j < kColumns; ++j) {
             float* to = out + m * out_stride + j * kWidth;
-            vstore(to, sum == Sum::kAddAfter ? vadd(vload(to), acc[m][j]) : acc[m][j]);
+            vstore(to, add ? vadd(vload(to), acc[m][j]) : acc[m][j]);
         }
 }
 

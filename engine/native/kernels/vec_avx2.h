@@ -35,7 +35,6 @@ inline float vmaximum(F a) {
     return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
 }
 inline F vround(F a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-inline F vkeep_where_ge(F value, F x, F bound) { return _mm256_and_ps(value, _mm256_cmp_ps(x, bound, _CMP_GE_OQ)); }
 
 inline I izero() { return _mm256_setzero_si256(); }
 inline I iset1(int32_t x) { return _mm256_set1_epi32(x); }
@@ -51,6 +50,11 @@ inline F vbits(I a) { return _mm256_castsi256_ps(a); }
 inline I ibits(F a) { return _mm256_castps_si256(a); }
 inline F vfrom_int(I a) { return _mm256_cvtepi32_ps(a); }
 inline I ifrom_float(F a) { return _mm256_cvtps_epi32(a); }
+
+inline F vscale(F x, F n) {
+    const F power = vbits(_mm256_slli_epi32(iadd(ifrom_float(vmax(n, vset1(-127.0f))), iset1(127)), 23));
+    return vmul(x, power);  // n of -127 and below gives the power 0
+}
 
 inline F vload_bf16(const uint16_t* p) {
     return vbits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));

@@ -27,10 +27,8 @@ inline F vfnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 inline float vsum(F a) { return _mm512_reduce_add_ps(a); }
 inline float vmaximum(F a) { return _mm512_reduce_max_ps(a); }
 inline F vround(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// value where x >= bound, else 0
-inline F vkeep_where_ge(F value, F x, F bound) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ), value);
-}
+// x * 2^n for a whole n <= 127; 0 where that is below the smallest normal float or close to it
+inline F vscale(F x, F n) { return _mm512_scalef_ps(x, n); }
 
 inline I izero() { return _mm512_setzero_si512(); }
 inline I iset1(int32_t x) { return _mm512_set1_epi32(x); }
@@ -87,10 +85,15 @@ inline I dot_bytes(I acc, I w, I x) {
 #endif
 }
 
+// The first `count` <= 16 words.
+inline void copy_words(uint32_t* to, const uint32_t* from, int count) {
+    _mm512_mask_storeu_epi32(to, (__mmask16)((1u << count) - 1), _mm512_loadu_si512(from));
+}
+
 // out[i][j] = rows[j] dword i, for 16 x 16 dwords; `out` has 16 dwords a row.
-inline void transpose_16x16(const uint32_t* const* rows, int offset, uint32_t* out) {
+inline void transpose_16x16(const uint8_t* const* rows, int offset, uint32_t* out) {
     __m512i a[16], b[16];
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + offset);
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + 4 * offset);
     for (int i = 0; i < 8; ++i) {
         b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
         b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);

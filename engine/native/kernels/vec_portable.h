@@ -43,7 +43,6 @@ inline F vround(F a) {
     const F shifted = a + vset1(12582912.0f);
     return shifted - vset1(12582912.0f);
 }
-inline F vkeep_where_ge(F value, F x, F bound) { return vbits(ibits(value) & (x >= bound)); }
 
 inline I iload(const void* p) {
     I x;
@@ -61,6 +60,10 @@ inline F vfrom_int(I a) { return F{(float)a[0], (float)a[1], (float)a[2], (float
 inline I ifrom_float(F a) {
     const F r = vround(a);
     return I{(int32_t)r[0], (int32_t)r[1], (int32_t)r[2], (int32_t)r[3]};
+}
+
+inline F vscale(F x, F n) {
+    return vmul(x, vbits(ishift_left<23>(iadd(ifrom_float(vmax(n, vset1(-127.0f))), iset1(127)))));
 }
 
 inline F vload_bf16(const uint16_t* p) {
