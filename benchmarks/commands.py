@@ -1,0 +1,272 @@
+"""`tandem bench ...` and `tandem plan`: what the `tandem` command loads through the entry points `tandem.commands`.
+
+Importing this is cheap: each command imports what it needs when it runs. Exit status: 0 done, 1 B is worse than A or
+the plan says no, 2 it could not run (one line says why and what to do).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from benchmarks.openai_client import Dialect
+    from benchmarks.planner import PdPlan
+    from benchmarks.sweep import Progress
+
+EXIT_WORSE, EXIT_CANNOT_RUN = 1, 2
+
+bench = typer.Typer(no_args_is_help=True, help="Measure a cluster, or any OpenAI-compatible server, honestly.")
+
+Url = Annotated[str, typer.Option(help="server to measure; empty: start a cluster for it", envvar="TANDEM_URL")]
+ApiKey = Annotated[str, typer.Option(help="for a server with API keys", envvar="OPENAI_API_KEY", show_default=False)]
+DialectName = Annotated[str, typer.Option(help="how the server counts tokens: tandem, vllm, llamacpp, openai")]
+Lengths = Annotated[str, typer.Option(help="tokens: one number, or low:high for uniform")]
+ServeFlag = Annotated[list[str], typer.Option(help="passed on to `tandem serve`; repeatable", show_default=False)]
+Seed = Annotated[int, typer.Option(help="of arrivals and lengths: the same seed is the same load")]
+TtftSlo = Annotated[float, typer.Option(help="objective: time to first token", min=1)]
+TpotSlo = Annotated[float, typer.Option(help="objective: time per output token", min=0.1)]
+
+
+@bench.command("sweep")
+def sweep(
+    out: Annotated[Path, typer.Option(help="results; an interrupted sweep goes on in the same directory")],
+    url: Url = "",
+    control_url: Annotated[str, typer.Option(help="the same workers aggregated; with --url")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="a few minutes, coarser")] = False,
+    input_tokens: Lengths = "128:384",
+    output_tokens: Lengths = "24:72",
+    hit_rate: Annotated[float, typer.Option(help="share of a prompt that others have too", min=0, max=0.99)] = 0.0,
+    ttft_ms: TtftSlo = 1000.0,
+    tpot_ms: TpotSlo = 100.0,
+    rates: Annotated[str, typer.Option(help="coupled rates such as 1,2,4, to compare with another sweep")] = "",
+    max_workers: Annotated[int, typer.Option(help="that the plan may use", min=2)] = 8,
+    seed: Seed = 0,
+    dialect: DialectName = "tandem",
+    api_key: ApiKey = "",
+    serve_flag: ServeFlag = [],  # noqa: B006  typer copies it
+) -> None:
+    """Find what the pools take alone and together, plan their ratio, write report.html.
+
+    [dim]tandem bench sweep --out sweep-1 --quick[/dim]  starts 1P1D, then two aggregated workers as the control
+
+    [dim]tandem bench sweep --out sweep-2 --url http://127.0.0.1:8000 --rates 1,2,4[/dim]
+    """
+    from benchmarks.sweep_session import SweepOptions, run_sweep
+    from benchmarks.sweep_settings import QUICK, SweepSettings
+
+    with _one_line_errors():
+        (input_low, input_high), (output_low, output_high) = _lengths(input_tokens), _lengths(output_tokens)
+        settings = replace(
+            SweepSettings(**(QUICK if quick else {})),
+            input_low=input_low,
+            input_high=input_high,
+            output_low=output_low,
+            output_high=output_high,
+            hit_rate=hit_rate,
+            ttft_ms=ttft_ms,
+            tpot_ms=tpot_ms,
+            seed=seed,
+            rates_per_s=_numbers(rates),
+        )
+        options = SweepOptions(
+            out, settings, url, control_url, _dialect(dialect), api_key, tuple(serve_flag), max_workers
+        )
+        with _progress_bar() as progress:
+            made, report = asyncio.run(run_sweep(options, progress))
+    _print_plan(made)
+    typer.echo(f"report: {report}")
+
+
+@bench.command("load")
+def load(
+    out: Annotated[Path, typer.Option(help="records and summary of this run")],
+    url: Annotated[str, typer.Option(help="server to load", envvar="TANDEM_URL")] = "http://127.0.0.1:8000",
+    rate: Annotated[float, typer.Option(help="open loop: requests/s", min=0)] = 0.0,
+    concurrency: Annotated[int, typer.Option(help="closed loop: requests in flight", min=0)] = 0,
+    trace: Annotated[Path | None, typer.Option(help="open loop: Mooncake .jsonl or Azure .csv", exists=True)] = None,
+    sessions: Annotated[
+        Path | None, typer.Option(help="dialogues: .jsonl with `turns`; needs --rate", exists=True)
+    ] = None,
+    arrivals: Annotated[str, typer.Option(help="poisson, gamma, bursts, constant")] = "poisson",
+    cv: Annotated[float, typer.Option(help="gamma: variation of the gaps")] = 2.0,
+    burst_size: Annotated[int, typer.Option(help="bursts: requests at once", min=1)] = 8,
+    time_factor: Annotated[float, typer.Option(help="trace: its gaps times this")] = 1.0,
+    length_factor: Annotated[float, typer.Option(help="trace: its lengths times this, blocks too")] = 1.0,
+    duration_s: Annotated[float, typer.Option(help="of the arrivals", min=0.1)] = 30.0,
+    num_requests: Annotated[int, typer.Option(help="closed loop: in all", min=1)] = 64,
+    warmup: Annotated[int, typer.Option(help="closed loop: requests not measured", min=0)] = 8,
+    input_tokens: Lengths = "128:384",
+    output_tokens: Lengths = "24:72",
+    hit_rate: Annotated[float, typer.Option(help="share of a prompt that others have too", min=0, max=0.99)] = 0.0,
+    ttft_ms: TtftSlo = 1000.0,
+    tpot_ms: TpotSlo = 100.0,
+    seed: Seed = 0,
+    content_seed: Annotated[int, typer.Option(help="of the prompts' tokens; -1: new each time")] = -1,
+    model: Annotated[str, typer.Option(help="served model; empty: the first that the server lists")] = "",
+    dialect: DialectName = "tandem",
+    api_key: ApiKey = "",
+) -> None:
+    """Send one load and say what came back, with every latency from the intended send time.
+
+    [dim]tandem bench load --out run --rate 4[/dim]  Poisson arrivals
+
+    [dim]tandem bench load --out run --concurrency 16 --output-tokens 64[/dim]  sixteen in flight
+
+    [dim]tandem bench load --out run --trace conversation_trace.jsonl --time-factor 4 --length-factor 0.1[/dim]
+    """
+    from benchmarks.load_command import LoadOptions, run_load
+
+    with _one_line_errors():
+        options = LoadOptions(
+            out=out, url=url, rate_per_s=rate, concurrency=concurrency, trace=trace, sessions=sessions,
+            arrivals=arrivals, cv=cv, burst_size=burst_size, time_factor=time_factor, length_factor=length_factor,
+            duration_s=duration_s, num_requests=num_requests, num_warmup=warmup, input_tokens=_lengths(input_tokens),
+            output_tokens=_lengths(output_tokens), hit_rate=hit_rate, ttft_ms=ttft_ms, tpot_ms=tpot_ms, seed=seed,
+            content_seed=content_seed, model=model, dialect=_dialect(dialect), api_key=api_key,
+        )  # fmt: skip
+        typer.echo(asyncio.run(run_load(options)))
+
+
+@bench.command("report")
+def report(directory: Annotated[Path, typer.Argument(help="of a sweep")]) -> None:
+    """Draw a sweep's report again, also of one that is not finished."""
+    from benchmarks.report import write_report
+
+    with _one_line_errors():
+        typer.echo(str(write_report(directory)))
+
+
+@bench.command("compare")
+def compare(
+    first: Annotated[Path, typer.Argument(help="A: a sweep or a load run")],
+    second: Annotated[Path, typer.Argument(help="B: the same loads on another build or deployment")],
+    tolerance: Annotated[float, typer.Option(help="B may be slower by this share", min=0)] = 0.05,
+) -> None:
+    """Compare B with A request by request; ends with status 1 when B is worse.
+
+    [dim]tandem bench compare before after[/dim]
+    """
+    from benchmarks.comparison import compare_directories, comparison_markdown
+
+    with _one_line_errors():
+        result = compare_directories(first, second, tolerance)
+    typer.echo(comparison_markdown(result))
+    if result.is_worse:
+        raise typer.Exit(EXIT_WORSE)
+
+
+def plan(
+    directory: Annotated[Path | None, typer.Argument(help="of a sweep: its fits are the model")] = None,
+    model: Annotated[str, typer.Option(help="never measured: a model of the catalogue")] = "",
+    device: Annotated[str, typer.Option(help="never measured: a device of the catalogue")] = "H100",
+    num_devices: Annotated[int, typer.Option(help="of one replica", min=1)] = 1,
+    quantisation: Annotated[str, typer.Option(help="bf16, fp8, int8, int4")] = "bf16",
+    input_tokens: Annotated[float, typer.Option(help="mean prompt; 0: as the sweep had it", min=0)] = 0.0,
+    output_tokens: Annotated[float, typer.Option(help="mean answer; 0: as the sweep had it", min=0)] = 0.0,
+    hit_rate: Annotated[float, typer.Option(help="-1: as the sweep had it", min=-1, max=1)] = -1.0,
+    ttft_ms: Annotated[float, typer.Option(help="0: as the sweep had it", min=0)] = 0.0,
+    tpot_ms: Annotated[float, typer.Option(help="0: as the sweep had it", min=0)] = 0.0,
+    max_workers: Annotated[int, typer.Option(help="that the plan may use", min=2)] = 8,
+    out: Annotated[Path | None, typer.Option(help="where pd_plan.json and policy.yaml go")] = None,
+) -> None:
+    """How many prefill, how many decode, or neither: from a sweep, or from data sheets.
+
+    [dim]tandem plan sweep-1 --max-workers 16 --input-tokens 2000[/dim]  the sweep's models, another workload
+
+    [dim]tandem plan --model Llama-3-70B --device H200 --num-devices 4 --input-tokens 4000 --output-tokens 300[/dim]
+    """
+    from benchmarks.plan_command import PlanOptions, make_plan
+
+    with _one_line_errors():
+        options = PlanOptions(
+            directory, model, device, num_devices, quantisation, input_tokens, output_tokens, hit_rate, ttft_ms,
+            tpot_ms, max_workers, out,
+        )  # fmt: skip
+        made, notes = make_plan(options)
+    for note in notes:
+        typer.echo(note)
+    _print_plan(made)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What a user can mend becomes one line and status 2; anything else is our bug and keeps its traceback."""
+    from benchmarks.cluster_under_test import ClusterError
+    from benchmarks.sweep_measurements import MeasurementFailed
+    from benchmarks.sweep_store import SweepDirectoryError
+
+    try:
+        yield
+    except (ClusterError, MeasurementFailed, SweepDirectoryError, ConnectionError, FileNotFoundError) as error:
+        _refuse(str(error))
+    except ValueError as error:
+        # Ranges are checked where the values live.
+        _refuse(str(error))
+    except ModuleNotFoundError as error:
+        _refuse(f"{error.name} is not installed: pip install 'tandem-serve[bench]'")
+
+
+def _refuse(message: str) -> None:
+    sys.stderr.write(f"tandem bench: {message}\n")
+    raise typer.Exit(EXIT_CANNOT_RUN)
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A bar with the time left, from the seconds that are planned to be measured."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from benchmarks.sweep import Progress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
+    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def report(what: str, done_s: float, total_s: float) -> None:
+            bar.update(task, description=what, completed=done_s, total=total_s)
+
+        yield Progress(report)
+
+
+def _print_plan(made: PdPlan) -> None:
+    typer.echo(f"{made.verdict.value}: {made.reason}")
+    typer.echo(
+        f"one prefill worker {made.prefill_requests_per_s:.2f} requests/s, one decode worker "
+        f"{made.decode_requests_per_s:.2f} requests/s: {made.ratio:.2f} prefill for each decode"
+    )
+    if made.prediction_error is not None:
+        typer.echo(f"coupled check: {made.prediction_error:+.0%} against the prediction")
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        raise ValueError(f"{text!r} is no length: give one number, or low:high") from None
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"{text!r} are no rates: give numbers with commas between them") from None
+
+
+def _dialect(name: str) -> Dialect:
+    from benchmarks.openai_client import DIALECTS
+
+    for dialect in DIALECTS:
+        if dialect == name:
+            return dialect
+    raise ValueError(f"--dialect is {name!r}, must be one of {', '.join(DIALECTS)}")

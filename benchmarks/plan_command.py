@@ -1,0 +1,114 @@
+"""`tandem plan` from options to a plan: the model of a sweep, or a prior from data sheets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.hardware_catalogue import DEVICES
+from benchmarks.hardware_prior import QUANTISATIONS, best_drafter, best_quantisation, capacity_prior, fit
+from benchmarks.model_arithmetic import MODELS
+from benchmarks.planner import PdPlan, TrafficShape, plan, write_plan
+from benchmarks.sweep_store import SweepDirectoryError, read_manifest
+from deploy.autoscaler.capacity import CapacityModel
+from deploy.autoscaler.policy import Policy, Slo
+
+# For a model that was never measured and a user who says nothing: a chat's shape and objective.
+DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024.0, 256.0
+DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 1000.0, 50.0
+TOLD_BATCHES = (1, 8, 64, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the command was asked for; 0 (hit rate: -1) is as the sweep had it."""
+
+    directory: Path | None
+    model: str
+    device: str
+    num_devices: int
+    quantisation: str
+    input_tokens: float
+    output_tokens: float
+    hit_rate: float
+    ttft_ms: float
+    tpot_ms: float
+    max_workers: int
+    out: Path | None
+
+
+def make_plan(options: PlanOptions) -> tuple[PdPlan, list[str]]:
+    """The plan, and notes to print above it. Raises `ValueError` or `SweepDirectoryError` saying what to do."""
+    if (options.directory is None) == (not options.model):
+        raise ValueError("give a sweep's directory, or --model and --device of the catalogue")
+    made, policy, notes = _from_sweep(options, options.directory) if options.directory else _from_catalogue(options)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        notes += [f"wrote {path}" for path in write_plan(options.out, made, policy)]
+    return made, notes
+
+
+def _from_sweep(options: PlanOptions, directory: Path) -> tuple[PdPlan, Policy, list[str]]:
+    settings = read_manifest(directory)["settings"]
+    path = directory / "pd_plan.json"
+    if not path.is_file():
+        raise SweepDirectoryError(f"{directory} holds an unfinished sweep: run it again with the same --out")
+    held = json.loads(path.read_text(encoding="utf-8"))
+    traffic = TrafficShape(
+        options.input_tokens or held["traffic"]["input_tokens"],
+        options.output_tokens or held["traffic"]["output_tokens"],
+        held["traffic"]["hit_rate"] if options.hit_rate < 0 else options.hit_rate,
+    )
+    policy = Policy(
+        slo=Slo(ttft_ms=options.ttft_ms or settings["ttft_ms"], itl_ms=options.tpot_ms or settings["tpot_ms"])
+    )
+    # The control was measured for the sweep's own workload and objective, and for no other.
+    is_same = traffic == TrafficShape(**held["traffic"]) and policy.slo == Slo(
+        ttft_ms=held["ttft_slo_ms"], itl_ms=held["itl_slo_ms"]
+    )
+    control = held["aggregated_requests_per_s"] if is_same and held["is_aggregated_measured"] else None
+    model = CapacityModel(**held["model"])
+    made = plan(traffic, model, policy, options.max_workers, held["provenance"], control)
+    notes = [] if control is not None else ["aggregated: by the model, no control was measured for this workload"]
+    return made, policy, notes
+
+
+def _from_catalogue(options: PlanOptions) -> tuple[PdPlan, Policy, list[str]]:
+    shape = MODELS.get(options.model)
+    device = DEVICES.get(options.device)
+    quantisation = next((one for one in QUANTISATIONS if one.name == options.quantisation), None)
+    if shape is None:
+        raise ValueError(f"no model {options.model!r} in the catalogue: {', '.join(MODELS)}")
+    if device is None:
+        raise ValueError(f"no device {options.device!r} in the catalogue: {', '.join(DEVICES)}")
+    if quantisation is None:
+        raise ValueError(f"--quantisation is {options.quantisation!r}: {', '.join(q.name for q in QUANTISATIONS)}")
+    traffic = TrafficShape(
+        options.input_tokens or DEFAULT_INPUT_TOKENS,
+        options.output_tokens or DEFAULT_OUTPUT_TOKENS,
+        max(0.0, options.hit_rate),
+    )
+    policy = Policy(slo=Slo(ttft_ms=options.ttft_ms or DEFAULT_TTFT_MS, itl_ms=options.tpot_ms or DEFAULT_TPOT_MS))
+    model = capacity_prior(shape, device, quantisation, options.num_devices)
+    room = fit(shape, device, quantisation, options.num_devices)
+    context = int(traffic.input_tokens + traffic.output_tokens)
+    replica = f"{options.num_devices} x {device.name}"
+    notes = [
+        f"never measured: a roofline over data sheets ({device.source})",
+        f"{shape.name} in {quantisation.name}: weights {room.weights_bytes / 1e9:.1f} GB; {replica} leave "
+        f"{room.kv_blocks} KV blocks of 16 tokens, {room.num_sequences(context)} sequences of {context} tokens",
+    ]
+    for batch in TOLD_BATCHES:
+        drafter = best_drafter(shape, device, quantisation, batch, context)
+        fastest = _fastest_quantisation(options, batch, context)
+        notes.append(f"batch {batch}: drafter {drafter.drafter} ({drafter.speedup:.2f} x), quantisation {fastest}")
+    made = plan(traffic, model, policy, options.max_workers, f"data sheet of {replica}")
+    return made, policy, notes
+
+
+def _fastest_quantisation(options: PlanOptions, batch: int, context: int) -> str:
+    """On one device; with several the question is how to split, which this does not answer."""
+    if options.num_devices > 1:
+        return "not compared over several devices"
+    return best_quantisation(MODELS[options.model], DEVICES[options.device], batch, context).name
