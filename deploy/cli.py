@@ -6,6 +6,7 @@ Exit status: 0 done, 1 it ran and failed, 2 it could not start (one line says wh
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
@@ -56,6 +57,7 @@ ApiKey = Annotated[str, typer.Option(help="for a cluster with API keys", envvar=
 
 def main() -> NoReturn:
     """Entry of the `tandem` command."""
+    _add_installed_commands()
     try:
         app(prog_name="tandem")
     except KeyboardInterrupt:
@@ -66,6 +68,16 @@ def main() -> NoReturn:
             raise  # our own bug: the traceback is what helps
         _end(str(error), status)
     sys.exit(0)
+
+
+def _add_installed_commands() -> None:
+    """Commands of packages above this one (`tandem bench`, `tandem plan`), by entry point: nothing imports upward."""
+    for entry in importlib.metadata.entry_points(group="tandem.commands"):
+        command = entry.load()
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=entry.name)
+        else:
+            app.command(entry.name)(command)
 
 
 def _exit_status(error: Exception) -> int | None:
