@@ -40,10 +40,6 @@ class HttpServer:
     def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
 
-    @property
-    def is_started(self) -> bool:
-        return self._server.started
-
     async def stop(self) -> None:
         """Ends when every response is complete, or the drain timeout is over."""
         self._server.should_exit = True
@@ -72,6 +68,7 @@ def bind_socket(host: str, port: int, flag: str) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
         bound.setblocking(False)
+        bound.listen(BACKLOG)  # a client that comes while the rest starts waits instead of being refused
     except OSError as error:
         bound.close()
         raise StartupError(

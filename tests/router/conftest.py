@@ -139,6 +139,4 @@ async def _start(directory: Path, keys: ApiKeys | None, values: dict[str, object
     http.start()
     front = GrpcFront(core.grpc_servicer, "127.0.0.1:0", settings.max_body_bytes)
     await front.start()
-    router = RunningRouter(core, f"http://127.0.0.1:{port}", f"127.0.0.1:{front.port}", directory, http, front)
-    await router.until(lambda: http.is_started)
-    return router
+    return RunningRouter(core, f"http://127.0.0.1:{port}", f"127.0.0.1:{front.port}", directory, http, front)
