@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
 Float64Array = npt.NDArray[np.float64]
 
@@ -55,29 +56,35 @@ def gumbel(token_ids: npt.NDArray[np.int64], keys: NoiseKeys) -> Float64Array:
     return gumbel_of_bits(token_bits(token_ids, keys))
 
 
-def token_bits(token_ids: npt.NDArray[np.int64], keys: NoiseKeys) -> UInt64Array:
+def token_bits(token_ids: npt.NDArray[np.int64], keys: NoiseKeys) -> UInt32Array:
     """The 24 random bits of token_ids[i] under keys[i]."""
     tokens = token_ids.astype(np.uint64)
     words = np.stack(_philox(tokens >> np.uint64(2), keys))
     lanes = (tokens & np.uint64(3)).astype(np.int64)
-    bits: UInt64Array = words[lanes, np.arange(len(tokens))] >> np.uint64(8)
-    return bits
+    return (words[lanes, np.arange(len(tokens))] >> np.uint64(8)).astype(np.uint32)
 
 
-def vocabulary_bits(vocab_size: int, key: NoiseKeys) -> UInt64Array:
+def vocabulary_bits(vocab_size: int, key: NoiseKeys) -> UInt32Array:
     """`token_bits` of tokens 0 to vocab_size - 1 under one key, at a quarter of the cost."""
     num_counters = -(-vocab_size // NUM_LANES)
-    words = np.stack(_philox(np.arange(num_counters, dtype=np.uint64), key), axis=1)
-    bits: UInt64Array = words.reshape(-1)[:vocab_size] >> np.uint64(8)
+    words = np.empty((num_counters, NUM_LANES), dtype=np.uint32)
+    for lane, word in enumerate(_philox(np.arange(num_counters, dtype=np.uint64), key)):
+        words[:, lane] = word
+    bits = words.reshape(-1)[:vocab_size]
+    bits >>= np.uint32(8)
     return bits
 
 
-def gap(bits: UInt64Array) -> npt.NDArray[np.float32]:
+def gap(bits: UInt32Array) -> npt.NDArray[np.float32]:
     """1 - u in float32, rounded: for bounds only. Since -ln(u) >= 1 - u, the noise is at most -ln(gap)."""
-    return (np.float32(1.0) - bits.astype(np.float32) * np.float32(2.0**-24)) - np.float32(SMALLEST_GAP)
+    gaps = bits.astype(np.float32)
+    gaps *= np.float32(-(2.0**-24))
+    gaps += np.float32(1.0)
+    gaps -= np.float32(SMALLEST_GAP)
+    return gaps
 
 
-def gumbel_of_bits(bits: UInt64Array) -> Float64Array:
+def gumbel_of_bits(bits: UInt32Array) -> Float64Array:
     """The noise that 24 random bits stand for, between -2.9 and 17.4."""
     uniform = (2.0 * bits.astype(np.float64) + 1.0) * SMALLEST_GAP
     return -ln(-ln(uniform))

@@ -130,8 +130,9 @@ def _draw(
     scaled = logits.cpu().numpy()  # our own copy
     for index, row in enumerate(rows):  # a row at a time stays in the core's cache
         scaled[index] -= peak_logits[index]
-        with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to -inf, which is right
-            scaled[index] /= max(np.float32(row.state.params.temperature), SMALLEST_TEMPERATURE)
+        if row.state.params.temperature != 1.0:
+            with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to -inf, which is right
+                scaled[index] /= max(np.float32(row.state.params.temperature), SMALLEST_TEMPERATURE)
         if row.state.has_filter:
             drop_filtered(scaled[index], row.state.params)
     keys = NoiseKeys(
@@ -160,12 +161,15 @@ def _winner(scaled: Float32Array, peak_noise: np.float32, key: NoiseKeys) -> int
     """
     bounds = np.exp(scaled - peak_noise)
     bounds *= BOUND_SLACK
-    token_ids = np.flatnonzero(bounds >= np.float32(SMALLEST_GAP))
-    if len(token_ids) * NUM_LANES > len(scaled):
-        bits = vocabulary_bits(len(scaled), key)[token_ids]
+    can_win = bounds >= np.float32(SMALLEST_GAP)
+    if np.count_nonzero(can_win) * NUM_LANES > len(scaled):
+        bits = vocabulary_bits(len(scaled), key)
+        token_ids = np.flatnonzero(gap(bits) <= bounds)
+        bits = bits[token_ids]
     else:
+        token_ids = np.flatnonzero(can_win)
         bits = token_bits(token_ids, key)
-    passes = gap(bits) <= bounds[token_ids]
-    token_ids, bits = token_ids[passes], bits[passes]
+        passes = gap(bits) <= bounds[token_ids]
+        token_ids, bits = token_ids[passes], bits[passes]
     scores = scaled[token_ids].astype(np.float64) + gumbel_of_bits(bits)
     return int(token_ids[scores.argmax()])

@@ -320,6 +320,21 @@ def test_reset_forgets_all_and_running_requests_keep_their_blocks() -> None:
     assert prefill(pool, prompt(9))[1] == 0
 
 
+def test_a_reservation_is_one_step_and_a_refused_one_tells_nobody() -> None:
+    pool = make_pool(6)
+    pool.release(prefill(pool, prompt(9))[0])
+    calls: list[int] = []
+    pool.add_freed_listener(lambda: calls.append(1))
+    chain = pool.new_chain(SCOPE_KEY)
+    assert pool.reserve(chain, prompt(9), 7) is None
+    assert pool.reserve(chain, prompt(9), 5, spare_blocks=2) is None
+    assert (chain.num_blocks, pool.num_available, calls) == (0, 6, [])
+    refs = pool.reserve(chain, prompt(9), 5, spare_blocks=1)
+    assert refs is not None
+    assert (len(refs), chain.num_blocks, pool.num_available) == (5, 2, 1)
+    assert pool.match_prefix(pool.new_chain(SCOPE_KEY), prompt(9)) == refs[:2]
+
+
 # --- quarantine -------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +394,22 @@ class PoolMachine(RuleBasedStateMachine):
         if is_published:
             self.pool.publish(chain, token_ids, hits + rest, num_tokens)
         self.live.append(hits + rest)
+
+    @rule(num_tokens=st.integers(1, 24), family=st.integers(0, 2), spare_blocks=st.integers(0, 2))
+    def reserve_a_prompt(self, num_tokens: int, family: int, spare_blocks: int) -> None:
+        token_ids, chain, available = (
+            prompt(num_tokens, seed=family),
+            self.pool.new_chain(SCOPE_KEY),
+            self.pool.num_available,
+        )
+        num_blocks = -(-num_tokens // BLOCK) + 1
+        refs = self.pool.reserve(chain, token_ids, num_blocks, spare_blocks=spare_blocks)
+        if refs is None:
+            assert self.pool.num_available == available < num_blocks + spare_blocks
+            return
+        assert len(refs) == num_blocks
+        assert self.pool.num_available >= spare_blocks
+        self.live.append(refs)
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
