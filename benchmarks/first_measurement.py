@@ -3,7 +3,7 @@
     one stream       decode tokens/s, TTFT, ITL
     16 streams       decode tokens/s while all decode, TTFT, ITL p50 and p99
     prefill          tokens/s of a long prompt
-    KV handoff       bytes, exposed transfer and rate from the timelines, where the server tells them
+    KV handoff       bytes and exposed transfer from the timelines, the transport's own rate from the status
 
 Starts the default cluster by itself, or measures the server that `--url` names. Writes `first_measurement.json`, `.md`
 and `.png`. Every run has its own prompts, so no prefix cache helps.
@@ -146,11 +146,9 @@ def _add_handoff(measurement: Measurement, name: str, stages: Sequence[TtftStage
     if not all(one.transport for one in stages):
         measurement.missing[name] = "the prompts were prefilled where they were decoded: nothing was handed over"
         return
-    measurement.add(f"{name}: size", "MB", [one.kv_bytes / 1e6 for one in stages])
+    measurement.add(f"{name} over {stages[0].transport}: size", "MB", [one.kv_bytes / 1e6 for one in stages])
     measurement.add(f"{name}: exposed transfer", "ms", [one.exposed_transfer_ms for one in stages])
     measurement.add(f"{name}: prefill compute", "ms", [one.prefill_compute_ms for one in stages])
-    rates = [one.kv_gb_per_s or 0.0 for one in stages]
-    measurement.add(f"{name}: rate while computing ({stages[0].transport})", "GB/s", rates)
 
 
 def _add_transport_rates(measurement: Measurement, workers: Sequence[dict[str, Any]]) -> None:

@@ -76,6 +76,9 @@ def _plot(path: Path, measurement: Measurement) -> bool:
         ]
         panel.barh([figure.name for figure in figures], values, xerr=errors, color="#4878a8", ecolor="#333333")
         panel.set_xlabel(unit)
+        if unit == "ms":
+            # A gap between tokens and a long prompt are three orders of magnitude apart.
+            panel.set_xscale("log")
         panel.spines[["top", "right"]].set_visible(False)
     canvas.suptitle(f"{measurement.model}, {measurement.machine.cpu}", fontsize=10)
     canvas.savefig(path, dpi=110)

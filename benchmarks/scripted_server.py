@@ -225,6 +225,8 @@ class _ScriptedConnection(asyncio.Protocol):
 
 async def _serve(port: int, interval_s: float) -> None:
     def script(number: int, body: dict[str, Any], now_s: float) -> Answer:
+        if not body:
+            return Answer(body=json.dumps({"object": "list", "data": [{"id": "scripted", "object": "model"}]}))
         return token_stream(now_s + interval_s * (place + 1) for place in range(int(body.get("max_tokens", 16))))
 
     async with ScriptedServer(script, port) as server:

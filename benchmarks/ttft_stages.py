@@ -28,11 +28,6 @@ class TtftStages:
     def stage_ms(self, stage: str) -> float:
         return float(getattr(self, f"{stage}_ms"))
 
-    @property
-    def kv_gb_per_s(self) -> float | None:
-        """Bytes over the time from the first frame to the verified last one; it holds the prefill's own pace."""
-        return self.kv_bytes / self.transfer_total_ms / 1e6 if self.kv_bytes and self.transfer_total_ms else None
-
 
 def stages_from_json(timeline: dict[str, Any]) -> TtftStages:
     """From a `tandem.v1.Timeline` in protobuf's JSON form."""

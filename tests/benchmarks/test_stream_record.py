@@ -109,7 +109,7 @@ def test_a_timeline_in_the_last_chunk_becomes_stages() -> None:
     stages = _record([(0.1, chunk("a", 1)), (0.1, last), (0.1, "[DONE]")]).stages
     assert stages is not None
     assert (stages.route_ms, stages.stage_ms("prefill_compute"), stages.transport) == (1.5, 90.0, "shm")
-    assert stages.kv_gb_per_s == pytest.approx(0.5)
+    assert stages.kv_bytes == 46_000_000
 
 
 @pytest.mark.parametrize(
