@@ -268,6 +268,8 @@ class Engine:
         for sequence in plan.admitted:
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
+        for tail in plan.tails:
+            self._executor.copy_block(tail.source, tail.destination)
         progress = KvProgress(plan.admitted, plan.chunks)
         progress.started()
         results = self._executor.execute(plan.chunks, progress.layer_written if progress else None)

@@ -32,6 +32,10 @@ class StepExecutor(Protocol):
         """Computes the chunks' KV and samples where a chunk reaches the end of its sequence."""
         ...
 
+    def copy_block(self, source: int, destination: int) -> None:
+        """Copies one block's KV, all layers."""
+        ...
+
     def forget(self, sequence: Sequence) -> None:
         """Drops what is kept for a sequence that finished or starts over (unknown ones change nothing)."""
         ...

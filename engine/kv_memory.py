@@ -102,6 +102,10 @@ class KvMemory:
         start = block * self.layout.block_bytes + first_layer * self.layout.cell_bytes
         return self._bytes[start : start + num_layers * self.layout.cell_bytes]
 
+    def copy_block(self, source: int, destination: int) -> None:
+        """Copies one block, all layers."""
+        self.tensor[destination].copy_(self.tensor[source])
+
     def zero(self) -> None:
         """Fills the pool with zeros; also makes every page resident."""
         self._array.fill(0)

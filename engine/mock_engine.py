@@ -82,6 +82,9 @@ class MockExecutor:
                 layer_done(layer)
         return StepResults([next_token(chunk.sequence, self.vocab_size) for chunk in chunks if chunk.is_sampled])
 
+    def copy_block(self, source: int, destination: int) -> None:
+        """There is no KV."""
+
     def forget(self, sequence: Sequence) -> None:
         """Nothing is kept."""
 

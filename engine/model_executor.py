@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Chunks
 
 import torch
@@ -19,10 +20,14 @@ from engine.step_builder import StepBuilder, num_prompt_targets
 class ModelExecutor:
     """Implements `StepExecutor`. Owns what sampling remembers of each live sequence."""
 
-    def __init__(self, runner: ModelRunner, limits: EngineLimits, block_tokens: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, limits: EngineLimits, block_tokens: int, copy_block: Callable[[int, int], None]
+    ) -> None:
+        """`copy_block(source, destination)` copies KV in the pool that `runner` was built with."""
         self.vocab_size = runner.config.vocab_size
         self.num_layers = runner.config.num_layers
         self._runner = runner
+        self._copy_block = copy_block
         self._builder = StepBuilder(limits, block_tokens)
         self._sampler_states: dict[Sequence, SamplerState] = {}
 
@@ -41,6 +46,9 @@ class ModelExecutor:
             samples.logprobs,
             prompt_logprobs,
         )
+
+    def copy_block(self, source: int, destination: int) -> None:
+        self._copy_block(source, destination)
 
     def forget(self, sequence: Sequence) -> None:
         self._builder.forget(sequence)

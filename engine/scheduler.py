@@ -10,8 +10,8 @@ Its promise:
   (as far as nobody needs the room) its cached blocks. At most one victim for one needy sequence and step. After
   `MAX_PREEMPTIONS` a sequence comes back only with room for its longest life, and is no victim any more.
 - A request that does not fit now may be passed by at most `MAX_OVERTAKEN` smaller ones.
-- A prompt whose next block another prompt is computing waits for it, and finds it in the cache: n choices of one
-  prompt cost one prefill (and each at most a block of their own).
+- A prompt whose next block another prompt is computing waits for it, and finds it in the cache; the tail behind the
+  full blocks is copied (`engine.shared_tail`). So n choices of one prompt cost one prefill and one token each.
 
 A step costs O(batch), however long the queue is. The scheduler knows no model, no clock and no thread; the pool is the
 only thing it changes beside sequences. Drafts will widen `num_uncomputed`; a swap to host memory would replace
@@ -29,6 +29,7 @@ from cluster.errors import RequestExceedsKvCapacity, StartupError
 from engine.block_pool import BlockPool
 from engine.request import EngineLimits
 from engine.sequence import NEVER_REFUSED, Sequence, SequenceState
+from engine.shared_tail import SharedTail, find_shared_tail
 from engine.waiting_queue import SchedulingPolicy, WaitingQueue, order_key
 
 MAX_PREEMPTIONS = 3
@@ -52,11 +53,12 @@ class ScheduledChunk(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. `admitted` are among the chunks; `preempted` are not."""
+    """One step. `admitted` are among the chunks, `preempted` are not; `tails` are copied, in order, before it runs."""
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    tails: list[SharedTail] = field(default_factory=list)
 
 
 class Scheduler:
@@ -171,6 +173,8 @@ class Scheduler:
                 continue
             for other in passed_by:
                 other.num_overtaken += 1
+            if not sequence.num_preemptions:
+                self._share_tail(sequence, plan)
             sequence.state = SequenceState.RUNNING
             bisect.insort(self.running, sequence, key=_key)
             plan.admitted.append(sequence)
@@ -231,9 +235,20 @@ class Scheduler:
             return False
         sequence.blocks = blocks
         sequence.num_computed = sequence.chain.num_blocks * self._pool.block_tokens
-        if sequence.num_preemptions == 0 and not sequence.has_output:
-            sequence.cached_tokens = sequence.num_computed
         return True
+
+    def _share_tail(self, sequence: Sequence, plan: StepPlan) -> None:
+        """For a first admission: the tail that a running sequence has, and what usage will call cached."""
+        request = sequence.request
+        if request.landed is not None:
+            return
+        # A prefill worker's transfer reads whole blocks from `blocks_allocated` on.
+        if not request.hold_blocks and not sequence.wants_prompt_logprobs:
+            tail = find_shared_tail(sequence, self.running, self._pool.block_tokens)
+            if tail is not None:
+                plan.tails.append(tail)
+                sequence.num_computed = tail.num_tokens
+        sequence.cached_tokens = sequence.num_computed
 
     def _target_blocks(self, sequence: Sequence) -> int:
         """Blocks at admission: for the tokens so far; for the longest life once preempted too often."""

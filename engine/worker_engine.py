@@ -105,7 +105,7 @@ def open_engine(settings: WorkerSettings, fallbacks: Fallbacks) -> WorkerEngine:
         max_model_len=built.max_model_len,
     )
     pool = BlockPool(memory.num_blocks, memory.layout.block_tokens, built.config.fingerprint)
-    executor = ModelExecutor(built.runner, limits, memory.layout.block_tokens)
+    executor = ModelExecutor(built.runner, limits, memory.layout.block_tokens, memory.copy_block)
     return WorkerEngine(
         engine=Engine(executor, pool, limits),
         pool=pool,

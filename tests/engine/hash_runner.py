@@ -59,6 +59,10 @@ class HashRunner:
     def poison(self, block: int) -> None:
         self.kv[block * self.block_tokens : (block + 1) * self.block_tokens] = POISON
 
+    def copy_block(self, source: int, destination: int) -> None:
+        size = self.block_tokens
+        self.kv[destination * size : (destination + 1) * size] = self.kv[source * size : (source + 1) * size]
+
     def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:
         if self.gate is not None:
             assert self.gate.acquire(timeout=30)

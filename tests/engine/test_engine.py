@@ -132,19 +132,22 @@ def test_k20_a_resumed_request_hits_its_own_blocks() -> None:
         assert bench.runner.num_computed_tokens < 2 * (9 + 19) + 9 + 19, "the victim started from nothing"
 
 
-def test_a3_choices_of_one_request_share_their_prompt() -> None:
+@pytest.mark.parametrize("num_tokens", [5, 13, 15, 16, 17])
+def test_a3_choices_of_one_request_share_their_prompt(num_tokens: int) -> None:
     with EngineBench(block_tokens=4, is_gated=True) as bench:
         for choice in range(4):
-            bench.submit(f"c{choice}", prompt(13), seed=5, temperature=1.0, choice_index=choice)
+            bench.submit(f"c{choice}", prompt(num_tokens), seed=5, temperature=1.0, choice_index=choice)
         bench.permit(100)
         got = []
         for choice in range(4):
             bench.sink.end(f"c{choice}")
             got.append(bench.sink.tokens(f"c{choice}"))
-        want = [expected_tokens(prompt(13), SamplingParams(max_tokens=8, seed=5, choice_index=c)) for c in range(4)]
-        assert got == want
+        sampling = [SamplingParams(max_tokens=8, seed=5, choice_index=choice) for choice in range(4)]
+        assert got == [expected_tokens(prompt(num_tokens), params) for params in sampling]
         assert len({tuple(tokens) for tokens in got}) == 4
-        assert bench.runner.num_computed_tokens == 13 + 3 * 1 + 4 * 7  # three full blocks were computed once
+        # One prefill; each other choice computes the last token alone, behind full blocks and a copied tail.
+        assert bench.runner.num_computed_tokens == num_tokens + 3 * 1 + 4 * 7
+        assert [bench.sink.of(f"c{choice}")[0].cached_tokens for choice in (0, 1)] == [0, num_tokens - 1]
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------

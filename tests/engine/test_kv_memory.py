@@ -69,6 +69,15 @@ def test_poison_turns_one_block_to_nan_and_no_other() -> None:
         memory.close()
 
 
+def test_a_copied_block_has_every_layer_and_leaves_the_others() -> None:
+    memory = KvMemory(LAYOUT, num_blocks=3)
+    memory.tensor[0] = torch.arange(memory.tensor[0].numel()).remainder(100).view(memory.tensor[0].shape)
+    memory.copy_block(0, 2)
+    assert torch.equal(memory.tensor[2], memory.tensor[0])
+    assert not memory.tensor[1].any()
+    memory.close()
+
+
 def test_shareable_pool_is_seen_by_another_mapping_of_its_memfd() -> None:
     memory = KvMemory(LAYOUT, num_blocks=2, shareable=True)
     assert memory.memfd is not None

@@ -211,7 +211,17 @@ def test_choices_of_one_prompt_wait_for_the_first_and_cost_one_prefill() -> None
     plans = [scheduled(desk.step()) for _ in range(3)]
     assert plans[0] == {0: 64}
     assert plans[1] == {0: 36, other.arrival_index: 3}
-    assert plans[2] == {0: 1, 4: 1, 1: 4, 2: 4, 3: 4}
+    assert plans[2] == {0: 1, 4: 1, 1: 1, 2: 1, 3: 1}  # 96 shared, 3 copied
+
+
+def test_a_prefill_workers_prompt_copies_no_tail() -> None:
+    desk = Desk(max_batch_tokens=64)
+    desk.arrive(40, first_id=5)
+    desk.step()
+    desk.arrive(40, first_id=5, hold_blocks=True)
+    plan = desk.step()
+    assert plan.tails == []
+    assert scheduled(plan) == {0: 1, 1: 8}
 
 
 def test_a_prompt_waits_only_as_far_as_it_is_the_same() -> None:
