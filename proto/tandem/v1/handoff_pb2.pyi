@@ -717,6 +717,7 @@ class Commit(_message.Message):
     SEALED_TO_COMMIT_US_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    NUM_RESENDS_FIELD_NUMBER: _builtins.int
     src_rank: _builtins.int
     num_frames: _builtins.int
     num_bytes: _builtins.int
@@ -729,6 +730,8 @@ class Commit(_message.Message):
     sealed_to_commit_us: _builtins.int
     """what was left to send when the last layer was written"""
     cached_tokens: _builtins.int
+    num_resends: _builtins.int
+    """that this commit answers: a repeated one of an earlier round is told apart"""
     @_builtins.property
     def key(self) -> Global___TransferKey: ...
     @_builtins.property
@@ -759,10 +762,11 @@ class Commit(_message.Message):
         sealed_to_commit_us: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         failure: _common_pb2.Failure | None = ...,
+        num_resends: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "first_logprobs", b"first_logprobs", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_us", b"compute_us", "coverage", b"coverage", "failure", b"failure", "first_logprobs", b"first_logprobs", "first_token_id", b"first_token_id", "has_first_token", b"has_first_token", "key", b"key", "num_bytes", b"num_bytes", "num_frames", b"num_frames", "prompt_logprobs", b"prompt_logprobs", "queued_us", b"queued_us", "root_digest", b"root_digest", "sealed_to_commit_us", b"sealed_to_commit_us", "src_rank", b"src_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_us", b"compute_us", "coverage", b"coverage", "failure", b"failure", "first_logprobs", b"first_logprobs", "first_token_id", b"first_token_id", "has_first_token", b"has_first_token", "key", b"key", "num_bytes", b"num_bytes", "num_frames", b"num_frames", "num_resends", b"num_resends", "prompt_logprobs", b"prompt_logprobs", "queued_us", b"queued_us", "root_digest", b"root_digest", "sealed_to_commit_us", b"sealed_to_commit_us", "src_rank", b"src_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
