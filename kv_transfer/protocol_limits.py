@@ -1,4 +1,4 @@
-"""The handoff's time limits and counts, and the error of whoever breaks its rules. Durations only: never clock values."""
+"""How long each side of the handoff waits, and the error of whoever breaks its rules. Durations, never clock values."""
 
 from __future__ import annotations
 

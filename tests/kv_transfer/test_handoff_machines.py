@@ -1,0 +1,102 @@
+"""Both machines against each other over wires that drop, repeat, reorder, delay and spoil; crashes and restarts."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from kv_transfer import decode_events as on
+from kv_transfer import decode_transfer
+from kv_transfer.decode_state import DecodePhase, DecodeTransfer, Ending, EndingKind
+from kv_transfer.protocol_limits import ProtocolViolation
+from kv_transfer.transport import CancelGuarantee
+from tests.kv_transfer.handoff_world import World
+
+# 2 machines x 250 examples x 220 steps; TANDEM_HANDOFF_EXAMPLES asks for more.
+NUM_EXAMPLES = int(os.environ.get("TANDEM_HANDOFF_EXAMPLES", "250"))
+NUM_STEPS = 220
+
+
+class FencedHandoff(RuleBasedStateMachine):
+    """A transport whose receiver copies."""
+
+    guarantee = CancelGuarantee.FENCED
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(self.guarantee)
+
+    @rule(choice=st.integers(0, 2**20))
+    def step(self, choice: int) -> None:
+        self.world.step(choice)
+
+    def teardown(self) -> None:
+        self.world.settle()
+
+
+class OneSidedHandoff(FencedHandoff):
+    """A transport whose sender writes into the receiver's blocks, whatever became of them."""
+
+    guarantee = CancelGuarantee.MUST_DRAIN
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("machine", [FencedHandoff, OneSidedHandoff])
+def test_no_order_of_faults_loses_a_block_or_lets_a_wrong_byte_through(machine: type[FencedHandoff]) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=NUM_EXAMPLES,
+            stateful_step_count=NUM_STEPS,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            database=None,
+        ),
+    )
+
+
+def _free_at_the_fence(transfer: DecodeTransfer, event: on.FenceClosed, now: float) -> decode_transfer.Outcome:
+    held = transfer.quarantined[0]
+    return replace(transfer, quarantined=transfer.quarantined[1:]), (on.FreeQuarantined(held.ref, held.blocks),)
+
+
+def _believe(transfer: DecodeTransfer, event: on.ArrivalChecked, now: float) -> decode_transfer.Outcome:
+    return decode_transfer._checked(transfer, replace(event, missing=(), digests_match=True), now)
+
+
+def _do_not_wait(transfer: DecodeTransfer, event: on.PeerGone, now: float) -> decode_transfer.Outcome:
+    ending = Ending(EndingKind.RETRY, event.error)
+    return decode_transfer._continue(replace(transfer, phase=DecodePhase.CANCELLING, ending=ending), now)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "broken"),
+    [
+        (decode_transfer._IN_QUARANTINE, on.FenceClosed, _free_at_the_fence),
+        (decode_transfer._TRANSITIONS, (DecodePhase.SEALED, on.ArrivalChecked), _believe),
+        (decode_transfer._TRANSITIONS, (DecodePhase.RECEIVING, on.PeerGone), _do_not_wait),
+    ],
+    ids=["quarantine ends at the fence", "missing cells are believed", "blocks go back under a dead peer's writes"],
+)
+def test_the_world_finds_a_machine_that_breaks_a_rule(
+    table: dict[Any, Any], key: Any, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(table, key, broken)
+    with pytest.raises((AssertionError, ProtocolViolation, KeyError)):
+        _run_worlds(400)
+
+
+def _run_worlds(num_worlds: int) -> None:
+    for seed in range(num_worlds):
+        choose = random.Random(seed)
+        world = World(list(CancelGuarantee)[seed % 2])
+        for _ in range(NUM_STEPS):
+            world.step(choose.randrange(2**20))
+        world.settle()
