@@ -41,10 +41,13 @@ AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c")
 QUIET_HEADERS = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 AVX512_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512",
                 *QUIET_HEADERS)  # fmt: skip
+AVX512_BF16_FLAGS = (*AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16")
 VARIANT_FLAGS = {
     "avx2.cpp": AVX2_FLAGS,
     "avx512.cpp": AVX512_FLAGS,
-    "avx512_bf16.cpp": (*AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"),
+    "avx512_bf16.cpp": AVX512_BF16_FLAGS,
+    "amx.cpp": AVX512_BF16_FLAGS,  # the tile instructions are assembly and need no flag
+    "amx_emulated.cpp": AVX512_BF16_FLAGS,
 }
 COMPILE_TIMEOUT_S = 600
 

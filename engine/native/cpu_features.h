@@ -1,6 +1,5 @@
 // Which of the compiled kernel variants this processor and operating system can run.
 #pragma once
-#include <string>
 #include <vector>
 
 #include "kernel_table.h"
@@ -12,7 +11,7 @@ struct Variant {
     KernelTable (*table)();
 };
 
-// Best first; never empty.
-std::vector<Variant> usable_variants();
+// Best first; never empty. The last may be for tests only: it is run by name, never chosen before `portable`.
+const std::vector<Variant>& usable_variants();
 
 }  // namespace tandem

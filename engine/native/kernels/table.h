@@ -8,9 +8,15 @@
 
 namespace {
 
+#ifdef TANDEM_TILES
+constexpr LinearKernels kBestBf16Linear = {&TileLinear::packed_bytes, &TileLinear::pack, &TileLinear::multiply};
+#else
+constexpr LinearKernels kBestBf16Linear = kBf16Linear;
+#endif
+
 inline tandem::KernelTable make_table(const char* name) {
     return {name,
-            {kF32Linear, kBf16Linear, {}, kQuantizedLinear<Q4_0Format>,
+            {kF32Linear, kBestBf16Linear, {}, kQuantizedLinear<Q4_0Format>,
              kQuantizedLinear<Q4_1Format>, kQuantizedLinear<Q8_0Format>},
             &rms_norm,
             &add_bias,

@@ -85,6 +85,11 @@ inline __attribute__((always_inline)) void multiply_tile(const typename Dot::Act
 struct RowBlocks {
     int count;
     int size;
+    static RowBlocks of_size(int rows, int size) {
+        RowBlocks blocks(rows, size);
+        blocks.size = size;
+        return blocks;
+    }
     RowBlocks(int rows, int most) : count((rows + most - 1) / most), size(count ? (rows + count - 1) / count : 0) {}
 };
 

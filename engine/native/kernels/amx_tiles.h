@@ -1,0 +1,100 @@
+// AMX: eight tiles of 16 rows of 64 bytes. Every tile is always used whole, so one configuration serves all.
+//
+// The instructions are written as assembly with memory clobbers: with GCC 12's intrinsics the stores to the
+// configuration or to the operands can be dropped before a tile is loaded. With TANDEM_EMULATE_TILES plain code stands in,
+// so that what is built on top is tested on processors without AMX.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace {
+
+constexpr int kTileRows = 16;
+constexpr size_t kTileBytes = 1024;
+
+#if defined(TANDEM_EMULATE_TILES)
+
+struct EmulatedTile {
+    alignas(64) uint8_t bytes[kTileRows][64];
+};
+thread_local EmulatedTile emulated_tiles[8];
+
+inline void tiles_configure() {}
+inline void tiles_release() {}
+template <int T>
+inline void tile_zero() {
+    emulated_tiles[T] = {};
+}
+template <int T>
+inline void tile_load(const void* from, size_t row_stride) {
+    for (int row = 0; row < kTileRows; ++row)
+        __builtin_memcpy(emulated_tiles[T].bytes[row], (const uint8_t*)from + row * row_stride, 64);
+}
+template <int T>
+inline void tile_store(void* to, size_t row_stride) {
+    for (int row = 0; row < kTileRows; ++row)
+        __builtin_memcpy((uint8_t*)to + row * row_stride, emulated_tiles[T].bytes[row], 64);
+}
+inline float emulated_bf16(const uint8_t* from) {
+    const uint32_t bits = (uint32_t)from[0] << 16 | (uint32_t)from[1] << 24;
+    float value;
+    __builtin_memcpy(&value, &bits, 4);
+    return value;
+}
+// C += A B as the instruction defines it: the even and the odd products of a row are summed apart, then together.
+template <int C, int A, int B>
+inline void tile_dot() {
+    for (int row = 0; row < kTileRows; ++row)
+        for (int column = 0; column < 16; ++column) {
+            float even = 0.0f, odd = 0.0f, sum;
+            for (int k = 0; k < 16; ++k) {
+                const uint8_t *a = emulated_tiles[A].bytes[row] + 4 * k, *b = emulated_tiles[B].bytes[k] + 4 * column;
+                even += emulated_bf16(a) * emulated_bf16(b);
+                odd += emulated_bf16(a + 2) * emulated_bf16(b + 2);
+            }
+            uint8_t* c = emulated_tiles[C].bytes[row] + 4 * column;
+            __builtin_memcpy(&sum, c, 4);
+            sum += even + odd;
+            __builtin_memcpy(c, &sum, 4);
+        }
+}
+
+#else
+
+struct TileConfiguration {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+alignas(64) constexpr TileConfiguration kTileConfiguration;
+
+inline void tiles_configure() { asm volatile("ldtilecfg %0" ::"m"(kTileConfiguration) : "memory"); }
+inline void tiles_release() { asm volatile("tilerelease" ::: "memory"); }
+template <int T>
+inline void tile_zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+template <int T>
+inline void tile_load(const void* from, size_t row_stride) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
+}
+template <int T>
+inline void tile_store(void* to, size_t row_stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(row_stride), "i"(T) : "memory");
+}
+template <int C, int A, int B>
+inline void tile_dot() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+#endif
+
+// Tiles may be used while a value of this type lives. Releasing them keeps the thread's context switches small.
+struct TileSession {
+    TileSession() { tiles_configure(); }
+    ~TileSession() { tiles_release(); }
+    TileSession(const TileSession&) = delete;
+    TileSession& operator=(const TileSession&) = delete;
+};
+
+}  // namespace
