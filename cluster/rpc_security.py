@@ -60,20 +60,15 @@ class RpcSecurity:
     tls: TlsFiles | None = None
 
     @classmethod
-    def from_token_file(cls, path: Path | None, tls: TlsFiles | None = None) -> RpcSecurity:
-        """Raises `StartupError` when the file is missing, empty, or open to others."""
-        if path is None:
-            raise StartupError("no cluster token: give --cluster-token-file (`tandem serve` makes one)")
-        return cls(read_secret(path, "cluster token"), tls)
-
-    @classmethod
     def from_settings(cls, settings: SecuritySettings) -> RpcSecurity:
-        """Raises `StartupError` as `from_token_file` does, and for TLS by halves."""
+        """Raises `StartupError` for a token file that is missing, empty or open to others, and for TLS by halves."""
+        if settings.cluster_token_file is None:
+            raise StartupError("no cluster token: give --cluster-token-file (`tandem serve` makes one)")
         files = (settings.tls_authority_file, settings.tls_certificate_file, settings.tls_key_file)
         given = [file for file in files if file is not None]
         if given and len(given) < len(files):
             raise StartupError("TLS needs --tls-authority-file, --tls-certificate-file and --tls-key-file together")
-        return cls.from_token_file(settings.cluster_token_file, TlsFiles(*given) if given else None)
+        return cls(read_secret(settings.cluster_token_file, "cluster token"), TlsFiles(*given) if given else None)
 
 
 def write_secret(path: Path, secret: str) -> None:

@@ -20,6 +20,7 @@ import grpc.aio
 from tandem.v1 import common_pb2, membership_pb2, worker_pb2_grpc
 
 from cluster.identity import Incarnation, new_incarnation
+from cluster.logs import configure_logs
 from cluster.membership import WorkerRegistration
 from cluster.process_guard import StopSignals, die_with_parent, limit_threads
 from cluster.redis_client import RedisClient
@@ -94,7 +95,8 @@ async def run_worker(
     settings = parse_arguments(program, arguments)
     limit_threads(settings.num_threads)
     die_with_parent(settings.parent_pid)
-    security = RpcSecurity.from_token_file(settings.cluster_token_file)
+    configure_logs(program, settings.worker_id)
+    security = RpcSecurity.from_settings(settings)
     redis = RedisClient(settings.redis_url, settings.redis_password_file) if settings.redis_url else None
     context = WorkerContext(settings, new_incarnation(), security, redis)
     try:

@@ -23,8 +23,8 @@ from cluster.settings_flags import settings_to_arguments
 from cluster.worker_settings import WorkerSettings
 from deploy.config import ClusterConfig, PoolConfig
 from deploy.launcher import python_command
-from deploy.probes import http_probe, redis_probe, worker_probe
-from deploy.process_spec import ProcessSpec, Stage
+from deploy.probes import pools_probe, redis_probe, router_probe, worker_probe
+from deploy.process_spec import Probe, ProcessSpec, Stage
 
 Role = Literal["prefill", "decode", "aggregated"]
 
@@ -44,6 +44,7 @@ class ClusterPlan:
     """Everything to start, and where clients will find it."""
 
     processes: tuple[ProcessSpec, ...]
+    is_complete: Probe  # the router has found every worker: requests go through both pools from the first one on
     url: str
     grpc_address: str  # empty: off
     model_name: str
@@ -72,11 +73,13 @@ def plan_cluster(config: ClusterConfig, model: Path, runtime_dir: Path) -> Clust
     shared = _Shared(config, model, runtime_dir, token_file, redis_url, password_file, RpcSecurity(token))
     workers = tuple(_workers(shared))
     settings = _router_settings(shared)
-    grpc_address = f"{_host_in_url(settings.http_host)}:{settings.grpc_port}" if settings.grpc_port else ""
+    host = _host_in_url(settings.http_host)
+    url = f"http://{host}:{settings.http_port}"
     return ClusterPlan(
-        processes=(*redis, *workers, _router(shared, settings)),
-        url=f"http://{_host_in_url(settings.http_host)}:{settings.http_port}",
-        grpc_address=grpc_address,
+        processes=(*redis, *workers, _router(shared, settings, url)),
+        is_complete=pools_probe(url, {role: pool.workers for role, pool in _pools(config) if pool.workers}),
+        url=url,
+        grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else "",
         model_name=settings.served_model_name,
         summary=" + ".join(f"{pool.workers} {role}" for role, pool in _pools(config) if pool.workers),
     )
@@ -194,12 +197,12 @@ def _router_settings(shared: _Shared) -> RouterSettings:
     )
 
 
-def _router(shared: _Shared, settings: RouterSettings) -> ProcessSpec:
+def _router(shared: _Shared, settings: RouterSettings, url: str) -> ProcessSpec:
     return ProcessSpec(
         name=settings.router_id,
         stage=Stage.ROUTER,
         command=python_command("router", *settings_to_arguments(settings)),
-        probe=http_probe(f"http://{_host_in_url(settings.http_host)}:{settings.http_port}/readyz"),
+        probe=router_probe(url),
         start_timeout_s=shared.config.start_timeout_s,
         stop_timeout_s=shared.config.drain_timeout_s + ROUTER_EXTRA_STOP_S,
         needed_as="router",

@@ -55,7 +55,8 @@ class TerminalDisplay:
     def stopping(self) -> None:
         self._close()
         self._is_stopping = True
-        self._console.print("stopping …" if self._is_serving else "stopping what was started …", style="dim")
+        what = "stopping, running requests may end (Ctrl-C: now)" if self._is_serving else "stopping what was started"
+        self._console.print(f"{what} …", style="dim")
 
     def _show(self, progress: Progress, process: SupervisedProcess) -> None:
         task = self._tasks[process.spec.name]

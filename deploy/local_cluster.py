@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from cluster.errors import StartupError
 from cluster.model_files import resolve_model, tandem_home
 from cluster.process_guard import StopSignals
+from cluster.racing_tasks import first_of
 from deploy.cluster_plan import ClusterPlan, plan_cluster
 from deploy.config import ClusterConfig
 from deploy.launcher import LocalLauncher
@@ -23,6 +25,9 @@ from deploy.supervisor import Supervisor
 
 # Logs of failed runs that are kept for a look.
 MAX_KEPT_LOGS = 10
+# The router reads membership twice a second and then connects.
+COMPLETE_TIMEOUT_S = 10.0
+COMPLETE_POLL_S = 0.05
 
 
 class ClusterFailed(Exception):
@@ -77,51 +82,40 @@ async def _serve(
     display: ClusterDisplay,
     while_serving: Callable[[ClusterPlan], Awaitable[None]],
 ) -> None:
-    stop_asked = asyncio.create_task(_quietly(signals.drain.wait()), name="stop-asked")
-    try:
-        await _first_of(supervisor.start(), stop_asked)
-        if stop_asked.done():
-            return
-        display.ready(plan)
-        await _first_of(_serve_until_failure(supervisor, plan, while_serving), stop_asked)
-    finally:
-        stop_asked.cancel()
+    async def start() -> None:
+        await supervisor.start()
+        await _wait_until_complete(plan)
+
+    async def serve() -> None:
+        await while_serving(plan)
+
+    await first_of(start(), _asked_to_stop(signals))
+    if signals.drain.is_set():
+        return
+    display.ready(plan)
+    await first_of(serve(), _raise_failure(supervisor), _asked_to_stop(signals))
 
 
-async def _serve_until_failure(
-    supervisor: Supervisor, plan: ClusterPlan, while_serving: Callable[[ClusterPlan], Awaitable[None]]
-) -> None:
-    failure = asyncio.create_task(_raise_failure(supervisor), name="cluster-failure")
-    try:
-        await _first_of(_quietly(while_serving(plan)), failure)
-    finally:
-        failure.cancel()
+async def _wait_until_complete(plan: ClusterPlan) -> None:
+    """A worker that dies just now does not hold the start up for ever: the router serves without it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(COMPLETE_TIMEOUT_S):
+            while not await plan.is_complete():  # noqa: ASYNC110  another process has no event to set
+                await asyncio.sleep(COMPLETE_POLL_S)
 
 
 async def _raise_failure(supervisor: Supervisor) -> None:
     raise ClusterFailed(await supervisor.wait_for_failure())
 
 
-async def _first_of(work: Coroutine[Any, Any, None], other: asyncio.Task[None]) -> None:
-    """Runs `work` until it or `other` ends, and raises what the ended one raised. `work` never outlives this call."""
-    task = asyncio.create_task(work)
-    try:
-        done, _ = await asyncio.wait((task, other), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        task.cancel()
-        await asyncio.wait((task,))
-    for ended in done:
-        ended.result()
-
-
-async def _quietly(awaitable: Awaitable[Any]) -> None:
-    await awaitable
+async def _asked_to_stop(signals: StopSignals) -> None:
+    await signals.drain.wait()
 
 
 async def _stop(supervisor: Supervisor, signals: StopSignals) -> None:
     """Drains; a second signal kills."""
     stop = asyncio.create_task(supervisor.stop(), name="stop-cluster")
-    impatient = asyncio.create_task(_quietly(signals.stop_now.wait()), name="stop-now-asked")
+    impatient = asyncio.create_task(signals.stop_now.wait(), name="stop-now-asked")
     try:
         await asyncio.wait((stop, impatient), return_when=asyncio.FIRST_COMPLETED)
         if not stop.done():

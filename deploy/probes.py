@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc.aio
@@ -51,16 +52,33 @@ def worker_probe(target: str, security: RpcSecurity) -> Probe:
     return probe
 
 
-def http_probe(url: str) -> Probe:
-    """Ready when the URL answers 200."""
+def router_probe(url: str) -> Probe:
+    """Ready when requests could be served now."""
 
     async def probe() -> bool:
-        # No proxy of the environment stands between us and our own child.
-        async with httpx.AsyncClient(trust_env=False, timeout=PROBE_CALL_TIMEOUT_S) as client:
-            try:
-                answer = await client.get(url)
-            except httpx.TransportError:
-                return False
-        return answer.status_code == httpx.codes.OK
+        answer = await _get(f"{url}/readyz")
+        return answer is not None and answer.status_code == httpx.codes.OK
 
     return probe
+
+
+def pools_probe(url: str, pools: Mapping[str, int]) -> Probe:
+    """Ready when the router at `url` could place requests on this many workers of each role."""
+
+    async def probe() -> bool:
+        answer = await _get(f"{url}/readyz")
+        if answer is None or answer.status_code != httpx.codes.OK:
+            return False
+        routable = answer.json()["pools"]
+        return all(routable.get(role, 0) >= count for role, count in pools.items())
+
+    return probe
+
+
+async def _get(url: str) -> httpx.Response | None:
+    # No proxy of the environment stands between us and our own child.
+    async with httpx.AsyncClient(trust_env=False, timeout=PROBE_CALL_TIMEOUT_S) as client:
+        try:
+            return await client.get(url)
+        except httpx.TransportError:
+            return None

@@ -30,6 +30,11 @@ class ClusterStatus:
         self._service = service
         self._security = security
 
+    def pools(self) -> dict[str, int]:
+        """How many workers of each role a request could be placed on now."""
+        roles = [state.role.value for state, _ in self._registry.workers if state.is_routable]
+        return {role: roles.count(role) for role in sorted(set(roles))}
+
     async def read(self) -> dict[str, Any]:
         """The whole cluster as one JSON object."""
         workers = await asyncio.gather(*(self._worker(state, record) for state, record in self._registry.workers))

@@ -103,7 +103,8 @@ class _Probes:
 
     async def readyz(self, _: Request) -> Response:
         is_ready = self._is_ready() and not self._service.is_draining
-        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+        body = {"status": "ready" if is_ready else "not ready", "pools": self._status.pools()}
+        return JSONResponse(body, 200 if is_ready else 503)
 
     async def metrics(self, _: Request) -> Response:
         return Response(telemetry.exposition(self._registry), media_type=telemetry.CONTENT_TYPE)
