@@ -19,7 +19,7 @@ from deploy.launcher import LaunchedProcess, Launcher
 from deploy.process_spec import ProcessSpec
 from deploy.restart_policy import CrashHistory, GiveUp, RestartLimits, after_crash
 
-PROBE_INTERVAL_S = 0.05
+PROBE_INTERVAL_S = 0.1
 PROBE_TIMEOUT_S = 2.0
 # After SIGKILL the kernel may still be writing pages back.
 KILL_TIMEOUT_S = 10.0
