@@ -257,6 +257,8 @@ class Engine:
         except Exception as error:
             logger.exception("engine step failed")
             self._num_failed_steps += 1
+            for sequence in self._inbox.live():  # the executor may know half a step of anyone: it learns them anew
+                self._executor.forget(sequence)
             victims = [chunk.sequence for chunk in plan.chunks] if plan else list(self._scheduler.running)
             for sequence in victims:
                 if sequence.state is SequenceState.RUNNING:

@@ -43,7 +43,6 @@ class Inbox:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended, held ones included."""
         return len(self._live)
 
     def put(self, make_sequence: Callable[[int], Sequence], request_id: RequestId, num_waiting: int) -> None:
@@ -108,6 +107,11 @@ class Inbox:
         with self._changed:
             self._closed_because = reason
             self._items = InboxItems()
+        return self.live()
+
+    def live(self) -> list[Sequence]:
+        """Every request that has not ended, held ones included."""
+        with self._changed:
             return list(self._live.values())
 
     def _has_news(self) -> bool:

@@ -15,6 +15,8 @@ from cluster.sampling_params import SamplingParams
 
 Float32Array = npt.NDArray[np.float32]
 
+TOP_K_CUTS = (np.float32(-6.0), np.float32(-12.0), np.float32(-np.inf))
+
 
 def has_filter(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
@@ -31,12 +33,22 @@ def keep_threshold(scaled: Float32Array, params: SamplingParams) -> np.float32:
     threshold = np.float32(-np.inf)
     vocab_size = len(scaled)
     if 0 < params.top_k < vocab_size:
-        threshold = np.partition(scaled, vocab_size - params.top_k)[vocab_size - params.top_k]
+        threshold = _top_k_threshold(scaled, params.top_k)
     if params.top_p < 1.0:
         threshold = _top_p_threshold(scaled[scaled >= threshold], params.top_p)
     if params.min_p > 0.0:
         threshold = max(threshold, np.float32(math.log(params.min_p)))
     return min(threshold, np.float32(0.0))
+
+
+def _top_k_threshold(scaled: Float32Array, top_k: int) -> np.float32:
+    """The k-th largest value, searched among the likely tokens alone where these are enough."""
+    for cut in TOP_K_CUTS:
+        likely = scaled[scaled >= cut]
+        if len(likely) >= top_k:
+            break
+    index = len(likely) - top_k
+    return np.float32(np.partition(likely, index)[index])
 
 
 def _top_p_threshold(candidates: Float32Array, top_p: float) -> np.float32:

@@ -90,7 +90,7 @@ class SequenceOutput:
     logprobs: tuple[PositionLogprobs, ...] = ()  # one for each token, when asked for
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()  # with the first token, when asked for
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
+    stop_token_id: int | None = None  # it is also the last of `token_ids`, unless a landed first token ended it all
     error: str = ""  # with FinishReason.ERROR
     cached_tokens: int = 0  # with the first token
     queued_s: float = 0.0  # with the first token: submit to first scheduled

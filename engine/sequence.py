@@ -85,9 +85,10 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Until they are given, with the first token; a migrated request got them before."""
-        wanted = self.request.sampling.prompt_logprobs != NO_LOGPROBS
-        return wanted and not self.has_output and self.request.num_generated == 0
+        """Until they are given, with the first token; a migrated or landed request got them from elsewhere."""
+        request = self.request
+        is_wanted = request.sampling.prompt_logprobs != NO_LOGPROBS
+        return is_wanted and not self.has_output and request.num_generated == 0 and request.landed is None
 
     def append(self, token_id: int) -> None:
         self._tokens[self.num_tokens] = token_id

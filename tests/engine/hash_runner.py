@@ -53,6 +53,7 @@ class HashRunner:
         self.batch_sizes: list[int] = []
         self.num_computed_tokens = 0
         self.nan_after_token: int | None = None
+        self.fail_on_token: int | None = None
         self.failures: list[Exception] = []
         self.gate: threading.Semaphore | None = None  # when set, each step needs one permit
 
@@ -68,6 +69,8 @@ class HashRunner:
             assert self.gate.acquire(timeout=30)
         if self.failures:
             raise self.failures.pop(0)
+        if self.fail_on_token is not None and self.fail_on_token in step.token_ids:
+            raise RuntimeError("no kernel for this token")
         self.batch_sizes.append(step.num_sequences)
         self.num_computed_tokens += step.num_tokens
         assert len(np.unique(step.slots)) == step.num_tokens, "two tokens write one slot"

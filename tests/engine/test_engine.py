@@ -502,6 +502,20 @@ def test_an_exception_in_a_step_ends_that_step_and_the_engine_goes_on() -> None:
         assert bench.run([prompt(3)], [params(0)]) == [expected_tokens(prompt(3), params(0))]
 
 
+def test_a_preempted_request_survives_the_failed_step_of_another() -> None:
+    sampling = SamplingParams(max_tokens=30, presence_penalty=0.8, frequency_penalty=0.4, logit_bias={49: -100.0})
+    with EngineBench(is_gated=True, max_sequences=1, num_blocks=20) as bench:
+        bench.runner.fail_on_token = 49
+        bench.submit("low", prompt(5), sampling=sampling, priority=1)
+        bench.permit(6)
+        bench.sink.wait_until(lambda: len(bench.sink.of("low")) == 6)
+        bench.submit("high", [1, 2, 49])  # takes the slot of the first one, and fails
+        bench.permit(100)
+        assert bench.sink.end("high").finish_reason is FinishReason.ERROR
+        assert bench.sink.end("low").finish_reason is FinishReason.LENGTH
+        assert bench.sink.tokens("low") == expected_tokens(prompt(5), sampling)
+
+
 def test_an_engine_that_always_fails_gives_up_loudly() -> None:
     with EngineBench(is_gated=True) as bench:
         bench.runner.failures.extend(RuntimeError(f"failure {n}") for n in range(3))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.sampling_params import SamplingParams
+from engine.logit_filters import keep_threshold
 from engine.noise import NoiseKeys, gumbel_of_bits, vocabulary_bits
 from engine.sampler import SampleRow, SamplerState, Samples, gumbel_argmax, sample
 
@@ -169,6 +170,15 @@ def test_top_k_keeps_the_k_most_likely() -> None:
     assert set(draws(logits, 400, top_k=3).tolist()) == allowed
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 500), top_k=st.integers(1, 999), spread=st.sampled_from([0.0, 0.5, 3.0, 12.0]))
+def test_top_k_agrees_with_a_full_sort(seed: int, top_k: int, spread: float) -> None:
+    scaled = logits_of(1, seed, spread=spread)[0].numpy()
+    scaled = scaled - scaled.max()
+    threshold = keep_threshold(scaled, SamplingParams(max_tokens=1, top_k=top_k))
+    assert threshold == np.sort(scaled)[::-1][top_k - 1]
+
+
 def test_s4_a_low_temperature_with_top_k_stays_inside() -> None:
     logits = log_of([0.3, 0.3, 0.2, 0.2])
     assert set(draws(logits, 2000, temperature=0.5, top_k=2).tolist()) == {0, 1}
@@ -184,8 +194,6 @@ def test_top_p_keeps_the_smallest_set_that_holds_its_mass() -> None:
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 500), top_p=st.floats(0.01, 0.999), spread=st.floats(0.0, 8.0))
 def test_top_p_agrees_with_a_full_sort(seed: int, top_p: float, spread: float) -> None:
-    from engine.logit_filters import keep_threshold
-
     logits = logits_of(1, seed, spread=spread)[0].numpy()
     scaled = logits - logits.max()
     threshold = keep_threshold(scaled, SamplingParams(max_tokens=1, top_p=top_p))
