@@ -16,7 +16,6 @@ from pathlib import Path
 from cluster.errors import StartupError
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-GGUF_MAGIC = b"GGUF"
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
 
 
@@ -65,28 +64,27 @@ def find_model(name_or_path: str) -> Path | None:
 
 
 def resolve_model(name_or_path: str) -> Path:
-    """`find_model`, checked to be readable. Raises `StartupError` saying what is wrong and what to do."""
+    """`find_model`. Raises `StartupError` saying what to do when there is none."""
     path = find_model(name_or_path)
     if path is None:
         raise StartupError(_missing(name_or_path))
-    check_model(path)
     return path
 
 
 def check_model(path: Path) -> None:
-    """Raises `StartupError` when the file cannot be a model: unreadable, cut short, or not GGUF."""
+    """Raises `StartupError` when the file cannot be loaded: unreadable, damaged, cut short, or no GGUF.
+
+    Costs a pass over the bytes of a known file: a launcher checks once, its processes need not.
+    """
     if path.is_dir():
         return
-    try:
-        with path.open("rb") as file:
-            magic = file.read(len(GGUF_MAGIC))
-    except OSError as error:
-        raise StartupError(f"cannot read the model {path}: {error.strerror}") from None
-    if magic != GGUF_MAGIC:
-        raise StartupError(f"{path} is not a GGUF file (it does not start with `GGUF`): give another one with --model")
     known = known_by_file_name(path.name)
     if known is not None and not is_intact(path, known):
         raise StartupError(f"{path} is damaged (its checksum is wrong): run `tandem model fetch {known.name}`")
+    # Not at the top: the format's constants take a while to import, and only a launcher wants them here.
+    from cluster.gguf_file import GgufFile
+
+    GgufFile(path).close()
 
 
 def is_intact(path: Path, known: KnownModel) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.errors import StartupError
-from cluster.model_files import resolve_model, tandem_home
+from cluster.model_files import check_model, resolve_model, tandem_home
 from cluster.process_guard import StopSignals
 from cluster.racing_tasks import first_of
 from deploy.cluster_plan import ClusterPlan, plan_cluster
@@ -54,6 +54,7 @@ async def run_cluster(
     Raises `StartupError` when it cannot start, `ClusterFailed` when it cannot go on; the logs are kept for both.
     """
     model = resolve_model(config.model)
+    check_model(model)
     signals = StopSignals()
     signals.install()
     directory = RuntimeDirectory.create(default_base())

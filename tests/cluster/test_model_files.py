@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartupError
-from cluster.model_files import DEFAULT_MODEL, KNOWN_MODELS, find_model, resolve_model, served_name
+from cluster.model_files import DEFAULT_MODEL, KNOWN_MODELS, check_model, find_model, resolve_model, served_name
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +46,27 @@ def test_unknown_name_lists_what_can_be_fetched() -> None:
 def test_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "weights.gguf"
     path.write_bytes(b"PK\x03\x04")
-    with pytest.raises(StartupError, match="not a GGUF file"):
-        resolve_model(str(path))
+    with pytest.raises(StartupError, match="GGUF"):
+        check_model(path)
 
 
 def test_damaged_known_file_is_refused_and_says_what_to_do(empty_cache: Path) -> None:
     (empty_cache / KNOWN_MODELS[DEFAULT_MODEL].file_name).write_bytes(b"GGUF, but cut short")
     with pytest.raises(StartupError, match=r"damaged.*tandem model fetch"):
-        resolve_model(DEFAULT_MODEL)
+        check_model(resolve_model(DEFAULT_MODEL))
+
+
+@pytest.mark.model
+def test_truncated_file_is_refused_before_any_process_starts(default_model_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(default_model_path.read_bytes()[:50_000_000])
+    with pytest.raises(StartupError, match="truncated"):
+        check_model(path)
+
+
+@pytest.mark.model
+def test_whole_file_passes(default_model_path: Path) -> None:
+    check_model(default_model_path)
 
 
 @pytest.mark.parametrize(
