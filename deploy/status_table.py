@@ -36,11 +36,12 @@ def _headline(status: Status, workers: list[Status]) -> Text:
 
 
 def _workers(workers: list[Status]) -> Table:
+    """Narrow enough for a terminal of 80 columns."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("worker", "role", "state"):
-        table.add_column(name)
-    for name in ("running", "waiting", "KV in use", "cached", "quarantined", "step ms", "tokens/s", "lost blocks"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("run+wait", "KV used", "unsafe", "step ms", "tok/s", "lost"):
+        table.add_column(name, justify="right", no_wrap=True)
     for worker in workers:
         load = worker.get("load", {})
         lost = int(worker.get("block_conservation_error", 0))
@@ -48,11 +49,9 @@ def _workers(workers: list[Status]) -> Table:
             str(worker["worker_id"]),
             str(worker["role"]),
             _state(worker),
-            str(load.get("running_requests", 0)),
-            str(load.get("waiting_requests", 0)),
+            f"{load.get('running_requests', 0)}+{load.get('waiting_requests', 0)}",
             _usage(load),
-            str(load.get("cached_blocks", 0)),
-            str(load.get("quarantined_blocks", 0)),
+            str(load.get("quarantined_blocks", 0)),  # blocks that a silent peer may still write
             f"{float(load.get('step_ms', 0)):.1f}",
             f"{float(load.get('tokens_per_s', 0)):.1f}",
             Text(str(lost), style="bold red" if lost else ""),
@@ -65,7 +64,7 @@ def _state(worker: Status) -> Text:
     if load.get("draining"):
         return Text("draining", style="yellow")
     if load.get("admission_stopped"):
-        return Text("admission stopped", style="red")
+        return Text("stopped", style="red")  # admission, until quarantined blocks are back
     state = str(worker.get("state", "ready"))
     return Text(state, style="green" if state == "ready" else "yellow")
 

@@ -23,8 +23,8 @@ WORKER: dict[str, Any] = {
 STATUS = {"model": "m", "workers": [WORKER, {**WORKER, "worker_id": "prefill-0", "role": "prefill", "peers": []}]}
 
 
-def printed(status: dict[str, Any]) -> str:
-    console = Console(width=200)
+def printed(status: dict[str, Any], width: int = 200) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(status_tables(status))
     return capture.get()
@@ -32,7 +32,13 @@ def printed(status: dict[str, Any]) -> str:
 
 def test_tables_show_pools_load_fallbacks_and_links() -> None:
     text = printed(STATUS)
-    for part in ("m · 1 decode + 1 prefill", "25% of 200", "88.2", "no AVX-512", "shm", "5.1", "same host"):
+    for part in ("m · 1 decode + 1 prefill", "3+0", "25% of 200", "88.2", "no AVX-512", "shm", "5.1", "same host"):
+        assert part in text
+
+
+def test_workers_fit_in_80_columns() -> None:
+    text = printed(STATUS, 80)
+    for part in ("run+wait", "tok/s", "lost", "decode-0", "25% of 200"):
         assert part in text
 
 
