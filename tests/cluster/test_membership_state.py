@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tandem.v1 import common_pb2, membership_pb2
 
 from cluster.identity import Incarnation, WorkerId
@@ -67,3 +68,16 @@ def test_death_of_an_older_incarnation_does_not_touch_the_new_one() -> None:
     state.listed([record("a", "2")], 0)
     assert state.peer_gone(A, Incarnation("1")) == []
     assert A in state.workers
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 3600.0, -3600.0, 86_400.0])
+def test_f28_a_clock_that_is_off_changes_no_decision(skew_s: float) -> None:
+    state = MembershipState(GRACE_S)
+    polls = [([record("a")], 0.0), ([], 1.0), ([], 3.5), ([], 4.0)]
+    seen = [kinds(state.listed(records, now + skew_s)) for records, now in polls]
+    assert seen == [[("a", ChangeKind.JOINED)], [], [], [("a", ChangeKind.LEFT)]]
+
+
+def test_f28_records_carry_no_point_in_time() -> None:
+    names = {field.name for field in membership_pb2.WorkerRecord.DESCRIPTOR.fields}
+    assert not {name for name in names if "time" in name or name.endswith(("_at", "_s", "_ms"))}
