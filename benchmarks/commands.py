@@ -59,17 +59,18 @@ def sweep(
 
     [dim]tandem bench sweep --out sweep-2 --url http://127.0.0.1:8000 --rates 1,2,4[/dim]
     """
+    from benchmarks.load_command import parse_lengths
     from benchmarks.sweep_session import SweepOptions, run_sweep
     from benchmarks.sweep_settings import QUICK, SweepSettings
 
     with _one_line_errors():
-        (input_low, input_high), (output_low, output_high) = _lengths(input_tokens), _lengths(output_tokens)
+        inputs, outputs = parse_lengths(input_tokens), parse_lengths(output_tokens)
         settings = replace(
             SweepSettings(**(QUICK if quick else {})),
-            input_low=input_low,
-            input_high=input_high,
-            output_low=output_low,
-            output_high=output_high,
+            input_low=inputs.low,
+            input_high=inputs.high,
+            output_low=outputs.low,
+            output_high=outputs.high,
             hit_rate=hit_rate,
             ttft_ms=ttft_ms,
             tpot_ms=tpot_ms,
@@ -95,6 +96,9 @@ def load(
     sessions: Annotated[
         Path | None, typer.Option(help="dialogues: .jsonl with `turns`; needs --rate", exists=True)
     ] = None,
+    traffic_class: Annotated[
+        list[str], typer.Option("--class", help="open loop: NAME=RATE,INPUT,OUTPUT; repeatable", show_default=False)
+    ] = [],  # noqa: B006  typer copies it
     arrivals: Annotated[str, typer.Option(help="poisson, gamma, bursts, constant")] = "poisson",
     cv: Annotated[float, typer.Option(help="gamma: variation of the gaps")] = 2.0,
     burst_size: Annotated[int, typer.Option(help="bursts: requests at once", min=1)] = 8,
@@ -120,16 +124,20 @@ def load(
 
     [dim]tandem bench load --out run --concurrency 16 --output-tokens 64[/dim]  sixteen in flight
 
+    [dim]tandem bench load --out run --class chat=2,128:384,24:72 --class long=0.5,2048,16[/dim]
+
     [dim]tandem bench load --out run --trace conversation_trace.jsonl --time-factor 4 --length-factor 0.1[/dim]
     """
-    from benchmarks.load_command import LoadOptions, run_load
+    from benchmarks.load_command import LoadOptions, parse_lengths, run_load
 
     with _one_line_errors():
         options = LoadOptions(
             out=out, url=url, rate_per_s=rate, concurrency=concurrency, trace=trace, sessions=sessions,
+            classes=tuple(traffic_class),
             arrivals=arrivals, cv=cv, burst_size=burst_size, time_factor=time_factor, length_factor=length_factor,
-            duration_s=duration_s, num_requests=num_requests, num_warmup=warmup, input_tokens=_lengths(input_tokens),
-            output_tokens=_lengths(output_tokens), hit_rate=hit_rate, ttft_ms=ttft_ms, tpot_ms=tpot_ms, seed=seed,
+            duration_s=duration_s, num_requests=num_requests, num_warmup=warmup,
+            input_tokens=parse_lengths(input_tokens), output_tokens=parse_lengths(output_tokens),
+            hit_rate=hit_rate, ttft_ms=ttft_ms, tpot_ms=tpot_ms, seed=seed,
             content_seed=content_seed, model=model, dialect=_dialect(dialect), api_key=api_key,
         )  # fmt: skip
         typer.echo(asyncio.run(run_load(options)))
@@ -174,6 +182,7 @@ def plan(
     hit_rate: Annotated[float, typer.Option(help="-1: as the sweep had it", min=-1, max=1)] = -1.0,
     ttft_ms: Annotated[float, typer.Option(help="0: as the sweep had it", min=0)] = 0.0,
     tpot_ms: Annotated[float, typer.Option(help="0: as the sweep had it", min=0)] = 0.0,
+    trace: Annotated[Path | None, typer.Option(help="lengths and hit rate of a trace", exists=True)] = None,
     max_workers: Annotated[int, typer.Option(help="that the plan may use", min=2)] = 8,
     out: Annotated[Path | None, typer.Option(help="where pd_plan.json and policy.yaml go")] = None,
 ) -> None:
@@ -188,7 +197,7 @@ def plan(
     with _one_line_errors():
         options = PlanOptions(
             directory, model, device, num_devices, quantisation, input_tokens, output_tokens, hit_rate, ttft_ms,
-            tpot_ms, max_workers, out,
+            tpot_ms, trace, max_workers, out,
         )  # fmt: skip
         made, notes = make_plan(options)
     for note in notes:
@@ -246,14 +255,6 @@ def _print_plan(made: PdPlan) -> None:
     )
     if made.prediction_error is not None:
         typer.echo(f"coupled check: {made.prediction_error:+.0%} against the prediction")
-
-
-def _lengths(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    try:
-        return int(low), int(high or low)
-    except ValueError:
-        raise ValueError(f"{text!r} is no length: give one number, or low:high") from None
 
 
 def _numbers(text: str) -> tuple[float, ...]:

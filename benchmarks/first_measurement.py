@@ -33,6 +33,7 @@ from benchmarks.ttft_stages import TtftStages
 from benchmarks.workload import LengthLaw, Workload, plan_synthetic
 
 RUN_TIMEOUT_S = 300.0
+MAX_BATCH_OUTPUT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +111,19 @@ async def _measure_single_stream(
 async def _measure_batch(
     client: OpenAiClient, shape: Shape, measurement: Measurement, progress: Callable[[str], None]
 ) -> None:
+    output_tokens = shape.batch_output_tokens
     runs: list[list[RequestRecord]] = []
-    for run in range(shape.runs):
-        progress(f"{shape.batch_streams} streams, run {run + 1} of {shape.runs}")
-        load = await _run(client, shape.batch_streams, shape.prompt_tokens, shape.batch_output_tokens, seed=100 + run)
+    while len(runs) < shape.runs:
+        progress(f"{shape.batch_streams} streams of {output_tokens} tokens, run {len(runs) + 1} of {shape.runs}")
+        # A seed is used once: a prompt that was sent before could be in a prefix cache.
+        seed = 1000 * output_tokens + len(runs)
+        load = await _run(client, shape.batch_streams, shape.prompt_tokens, output_tokens, seed)
+        if common_decode_window(load.records) is None:
+            # The first stream was through before the last had begun: longer answers, and all runs anew.
+            output_tokens, runs = 2 * output_tokens, []
+            if output_tokens > MAX_BATCH_OUTPUT_TOKENS:
+                raise RunFailed(f"{shape.batch_streams} streams never decode together: prefill is too slow for it")
+            continue
         runs.append(load.records)
     name = f"{shape.batch_streams} streams"
     measurement.add(f"{name}: decode while all decode", "tokens/s", [rate_while_all_decode(one) for one in runs])
@@ -164,15 +174,19 @@ def _add_transport_rates(measurement: Measurement, workers: Sequence[dict[str, A
         measurement.missing["KV transport alone"] = "the workers report no measured rate"
 
 
-def rate_while_all_decode(records: Sequence[RequestRecord]) -> float:
-    """Tokens a second between the last first token and the first end: no prefill, no thinning out."""
+def common_decode_window(records: Sequence[RequestRecord]) -> tuple[float, float] | None:
+    """From the last first token to the first end: all decode, nothing prefills, nothing has thinned out."""
     start_s = max(record.chunk_times_s[0] for record in records)
     end_s = min(record.chunk_times_s[-1] for record in records)
-    if end_s <= start_s:
-        raise RunFailed(
-            "there was no moment at which all streams decoded: the first ended before the last began; "
-            "ask for more output tokens"
-        )
+    return (start_s, end_s) if end_s > start_s else None
+
+
+def rate_while_all_decode(records: Sequence[RequestRecord]) -> float:
+    """Tokens a second in the window in which all streams decode. Raises `RunFailed` when there is none."""
+    window = common_decode_window(records)
+    if window is None:
+        raise RunFailed("the first stream ended before the last began: there was no moment at which all decoded")
+    start_s, end_s = window
     num_tokens = sum(
         tokens
         for record in records
@@ -227,7 +241,7 @@ def _worker_details(workers: Sequence[dict[str, Any]]) -> dict[str, dict[str, st
     return {
         str(worker.get("worker_id") or worker.get("identity", {}).get("worker_id")): {
             "dtype": str(worker.get("dtype", "")),
-            **{str(name): str(value) for name, value in (worker.get("details") or {}).items()},
+            **{str(name): str(value) for name, value in (worker.get("details") or {}).items() if name != "pid"},
         }
         for worker in workers
     }

@@ -25,8 +25,9 @@ from benchmarks.run_summary import (
     write_summary_json,
 )
 from benchmarks.sweep_session import connected
+from benchmarks.sweep_settings import mixed_seed
 from benchmarks.traces import read_trace, scaled
-from benchmarks.workload import LengthLaw, PlannedRequest, Workload, plan_synthetic, plan_trace
+from benchmarks.workload import LengthLaw, PlannedRequest, Workload, merged, plan_synthetic, plan_trace
 
 ARRIVAL_KINDS: tuple[ArrivalKind, ...] = ("poisson", "gamma", "bursts", "constant")
 CLOSED_LOOP_TIMEOUT_S = 3600.0
@@ -34,7 +35,7 @@ CLOSED_LOOP_TIMEOUT_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What the command was asked for. Exactly one of rate, concurrency and trace; sessions come with a rate."""
+    """What the command was asked for. Exactly one of rate, concurrency, trace, classes; sessions come with a rate."""
 
     out: Path
     url: str
@@ -42,6 +43,7 @@ class LoadOptions:
     concurrency: int
     trace: Path | None
     sessions: Path | None
+    classes: tuple[str, ...]  # NAME=RATE,INPUT,OUTPUT
     arrivals: str
     cv: float
     burst_size: int
@@ -50,8 +52,8 @@ class LoadOptions:
     duration_s: float
     num_requests: int
     num_warmup: int
-    input_tokens: tuple[int, int]
-    output_tokens: tuple[int, int]
+    input_tokens: LengthLaw
+    output_tokens: LengthLaw
     hit_rate: float
     ttft_ms: float
     tpot_ms: float
@@ -63,7 +65,7 @@ class LoadOptions:
 
     @property
     def workload(self) -> Workload:
-        return Workload(LengthLaw(*self.input_tokens), LengthLaw(*self.output_tokens), self.hit_rate)
+        return Workload(self.input_tokens, self.output_tokens, self.hit_rate)
 
     @property
     def is_closed_loop(self) -> bool:
@@ -72,9 +74,9 @@ class LoadOptions:
 
 async def run_load(options: LoadOptions) -> str:
     """Runs it, writes the files, gives the lines to print. Raises `ValueError` for options that contradict."""
-    asked = (options.rate_per_s > 0, options.is_closed_loop, options.trace is not None)
+    asked = (options.rate_per_s > 0, options.is_closed_loop, options.trace is not None, bool(options.classes))
     if sum(asked) != 1:
-        raise ValueError("give exactly one of --rate, --concurrency and --trace")
+        raise ValueError("give exactly one of --rate, --concurrency, --trace and --class")
     if options.sessions is not None and not options.rate_per_s > 0:
         raise ValueError("--sessions needs --rate: how many dialogues start in a second")
     async with await connected(options.url, options.dialect, options.api_key, options.model) as client:
@@ -145,9 +147,11 @@ async def _run(options: LoadOptions, client: OpenAiClient) -> LoadRun:
     if options.trace is not None:
         plan = _trace_plan(options, options.trace)
         return await run_open_loop(plan, client, options.duration_s)
-    times_s = arrival_times(_process(options), options.duration_s, options.seed)
+    if options.classes:
+        return await run_open_loop(_mixed_plan(options), client, options.duration_s)
+    times_s = arrival_times(_process(options, options.rate_per_s), options.duration_s, options.seed)
     if options.sessions is not None:
-        sessions = read_sessions(options.sessions, times_s.tolist(), options.output_tokens[1])
+        sessions = read_sessions(options.sessions, times_s.tolist(), options.output_tokens.high)
         return await run_sessions(sessions, client, options.duration_s)
     plan = plan_synthetic(options.workload, times_s, options.seed, _content_seed(options))
     return await run_open_loop(plan, client, options.duration_s)
@@ -163,10 +167,41 @@ def _trace_plan(options: LoadOptions, trace: Path) -> list[PlannedRequest]:
     return plan_trace(requests, options.time_factor, _content_seed(options))
 
 
-def _process(options: LoadOptions) -> ArrivalProcess:
+def _mixed_plan(options: LoadOptions) -> list[PlannedRequest]:
+    """Each class with its own rate and lengths, its own arrivals and its own prompts."""
+    plans = []
+    for number, text in enumerate(options.classes):
+        name, rate_per_s, workload = traffic_class(text, options.hit_rate)
+        seed = mixed_seed(options.seed, number)
+        times_s = arrival_times(_process(options, rate_per_s), options.duration_s, seed)
+        plans.append(plan_synthetic(workload, times_s, seed, mixed_seed(_content_seed(options), name)))
+    return merged(plans)
+
+
+def traffic_class(text: str, hit_rate: float) -> tuple[str, float, Workload]:
+    """Name, rate and workload of `NAME=RATE,INPUT,OUTPUT`. Raises `ValueError` saying what is wrong with it."""
+    name, _, rest = text.partition("=")
+    try:
+        rate, inputs, outputs = rest.split(",")
+        workload = Workload(parse_lengths(inputs), parse_lengths(outputs), hit_rate, traffic_class=name)
+        return name, float(rate), workload
+    except ValueError as error:
+        raise ValueError(f"--class {text!r}: {error}; it is NAME=RATE,INPUT,OUTPUT such as long=0.5,2048,16") from None
+
+
+def parse_lengths(text: str) -> LengthLaw:
+    """`256`, or `128:384` for uniform."""
+    low, _, high = text.partition(":")
+    try:
+        return LengthLaw(int(low), int(high or low))
+    except ValueError:
+        raise ValueError(f"{text!r} is no length: give one number, or low:high with 1 <= low <= high") from None
+
+
+def _process(options: LoadOptions, rate_per_s: float) -> ArrivalProcess:
     for kind in ARRIVAL_KINDS:
         if kind == options.arrivals:
-            return ArrivalProcess(kind, options.rate_per_s, options.cv, options.burst_size)
+            return ArrivalProcess(kind, rate_per_s, options.cv, options.burst_size)
     raise ValueError(f"--arrivals is {options.arrivals!r}, must be one of {', '.join(ARRIVAL_KINDS)}")
 
 

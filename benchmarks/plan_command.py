@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.hardware_catalogue import DEVICES
@@ -11,6 +11,7 @@ from benchmarks.hardware_prior import QUANTISATIONS, best_drafter, best_quantisa
 from benchmarks.model_arithmetic import MODELS
 from benchmarks.planner import PdPlan, TrafficShape, plan, write_plan
 from benchmarks.sweep_store import SweepDirectoryError, read_manifest
+from benchmarks.traces import read_trace, shareable_tokens
 from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.policy import Policy, Slo
 
@@ -34,6 +35,7 @@ class PlanOptions:
     hit_rate: float
     ttft_ms: float
     tpot_ms: float
+    trace: Path | None
     max_workers: int
     out: Path | None
 
@@ -42,11 +44,26 @@ def make_plan(options: PlanOptions) -> tuple[PdPlan, list[str]]:
     """The plan, and notes to print above it. Raises `ValueError` or `SweepDirectoryError` saying what to do."""
     if (options.directory is None) == (not options.model):
         raise ValueError("give a sweep's directory, or --model and --device of the catalogue")
+    if options.trace is not None:
+        options = _like_trace(options, options.trace)
     made, policy, notes = _from_sweep(options, options.directory) if options.directory else _from_catalogue(options)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         notes += [f"wrote {path}" for path in write_plan(options.out, made, policy)]
     return made, notes
+
+
+def _like_trace(options: PlanOptions, path: Path) -> PlanOptions:
+    """With the trace's mean lengths, and the hit rate that an unbounded prefix cache would have."""
+    trace = read_trace(path)
+    num_input = sum(request.input_tokens for request in trace)
+    num_output = sum(request.output_tokens for request in trace)
+    return replace(
+        options,
+        input_tokens=num_input / len(trace),
+        output_tokens=num_output / len(trace),
+        hit_rate=sum(shareable_tokens(trace)) / num_input,
+    )
 
 
 def _from_sweep(options: PlanOptions, directory: Path) -> tuple[PdPlan, Policy, list[str]]:

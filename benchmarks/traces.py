@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -64,6 +65,19 @@ def scaled(request: TraceRequest, input_factor: float, output_factor: float) -> 
         output_tokens=max(1, round(request.output_tokens * output_factor)),
         block_tokens=max(1, round(request.block_tokens * input_factor)),
     )
+
+
+def shareable_tokens(trace: Iterable[TraceRequest]) -> list[int]:
+    """For each request the leading prompt tokens that an earlier one had: what a prefix cache without bound serves."""
+    seen: set[int] = set()
+    result = []
+    for request in trace:
+        # A block's key holds all blocks before it: the same id behind another prefix is another block.
+        chain = list(accumulate(request.block_ids, lambda key, block_id: hash((key, block_id)), initial=0))[1:]
+        num_leading = next((place for place, key in enumerate(chain) if key not in seen), len(chain))
+        result.append(min(request.input_tokens, num_leading * request.block_tokens))
+        seen.update(chain)
+    return result
 
 
 def _mooncake(lines: Iterable[str], name: str) -> Iterator[TraceRequest]:

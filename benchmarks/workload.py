@@ -8,13 +8,13 @@ that prefix, and another seed shares nothing with it. This file knows nothing of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.arrivals import FloatArray
-from benchmarks.traces import TraceRequest
+from benchmarks.traces import TraceRequest, shareable_tokens
 
 # Ids that stand for ordinary text in every vocabulary from 32k entries on: above bytes and control tokens.
 DEFAULT_TOKEN_RANGE = (1_000, 30_000)
@@ -123,21 +123,16 @@ def plan_trace(
     """A trace's requests at `time_factor` times its gaps, with prompts that share what the trace's block ids share."""
     if not time_factor > 0:
         raise ValueError(f"time_factor is {time_factor}, must be above 0")
-    seen: set[int] = set()
-    plan = []
-    for index, request in enumerate(trace):
-        chain = _chain_keys(request.block_ids)
-        plan.append(
-            PlannedRequest(
-                index=index,
-                intended_s=request.time_s * time_factor,
-                output_tokens=request.output_tokens,
-                token_ids=trace_token_ids(request, index, seed, token_range),
-                shareable_tokens=min(request.input_tokens, _num_leading(chain, seen) * request.block_tokens),
-            )
+    return [
+        PlannedRequest(
+            index=index,
+            intended_s=request.time_s * time_factor,
+            output_tokens=request.output_tokens,
+            token_ids=trace_token_ids(request, index, seed, token_range),
+            shareable_tokens=num_shareable,
         )
-        seen.update(chain)
-    return plan
+        for index, (request, num_shareable) in enumerate(zip(trace, shareable_tokens(trace), strict=True))
+    ]
 
 
 def trace_token_ids(
@@ -166,25 +161,14 @@ def block_token_ids(seed: int, block_id: int, num_tokens: int, token_range: tupl
     return tuple(drawn.tolist())
 
 
+def merged(plans: Iterable[Sequence[PlannedRequest]]) -> list[PlannedRequest]:
+    """Several classes of traffic as one plan, in order of time and numbered anew."""
+    requests = sorted((request for plan in plans for request in plan), key=lambda request: request.intended_s)
+    return [replace(request, index=index) for index, request in enumerate(requests)]
+
+
 def shareable_fraction(plan: Iterable[PlannedRequest]) -> float:
     """Share of the plan's prompt tokens that an ideal, initially empty prefix cache would serve."""
     requests = list(plan)
     total = sum(len(request.token_ids) for request in requests)
     return sum(request.shareable_tokens for request in requests) / total if total else 0.0
-
-
-def _chain_keys(block_ids: Sequence[int]) -> list[int]:
-    """For each block a key of it and all before it."""
-    keys, key = [], 0
-    for block_id in block_ids:
-        key = hash((key, block_id))
-        keys.append(key)
-    return keys
-
-
-def _num_leading(chain: Sequence[int], seen: set[int]) -> int:
-    """How many leading blocks an earlier request had."""
-    for position, key in enumerate(chain):
-        if key not in seen:
-            return position
-    return len(chain)

@@ -80,6 +80,7 @@ def test_closed_loop_trace_and_sessions_run_too(server_url: str, tmp_path: Path)
         "closed": ("--concurrency", "4", "--num-requests", "12", "--warmup", "4"),
         "trace": ("--trace", str(trace), "--length-factor", "0.1"),
         "sessions": ("--sessions", str(dialogues), "--rate", "4"),
+        "classes": ("--class", "chat=20,8:16,2", "--class", "long=20,64,3"),
     }
     for name, flags in ways.items():
         result = _load(*common, "--out", str(tmp_path / name), *flags)
@@ -87,6 +88,9 @@ def test_closed_loop_trace_and_sessions_run_too(server_url: str, tmp_path: Path)
         _, records = read_records(tmp_path / name / "records" / "load.jsonl")
         assert records
         assert all(record.is_ok for record in records)
+    _, mixed = read_records(tmp_path / "classes" / "records" / "load.jsonl")
+    assert {record.traffic_class for record in mixed} == {"chat", "long"}
+    assert [record.index for record in mixed] == list(range(len(mixed)))
     _, traced = read_records(tmp_path / "trace" / "records" / "load.jsonl")
     assert [record.shareable_tokens for record in traced] == [0, 51, 51, 51]
 
@@ -110,6 +114,7 @@ def test_compare_ends_with_one_when_b_is_worse(server_url: str, tmp_path: Path) 
         (("--rate", "1", "--arrivals", "sometimes"), "sometimes"),
         (("--rate", "1", "--input-tokens", "many"), "many"),
         (("--rate", "1", "--dialect", "latin"), "latin"),
+        (("--class", "chat=2,8"), "NAME=RATE,INPUT,OUTPUT"),
         (("--rate", "1", "--url", "http://127.0.0.1:1"), "127.0.0.1:1"),
     ],
 )
@@ -138,6 +143,27 @@ def test_plan_from_data_sheets_and_its_refusals() -> None:
         refused = RUNNER.invoke(app, arguments)
         assert refused.exit_code == 2
         assert said in refused.stderr
+
+
+def test_traces_of_different_shape_give_different_ratios(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(plan)
+    rows = {
+        "chat": [{"timestamp": t, "input_length": 400, "output_length": 300, "hash_ids": [t]} for t in range(9)],
+        "long": [{"timestamp": t, "input_length": 6000, "output_length": 20, "hash_ids": [*range(99 * t, 99 * t + 12)]}
+                 for t in range(9)],
+        "agent": [{"timestamp": t, "input_length": 6000, "output_length": 20, "hash_ids": [*range(11), 500 + t]}
+                  for t in range(9)],
+    }  # fmt: skip
+    ratios = {}
+    for name, requests in rows.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in requests))
+        flags = ["--model", "Llama-3.1-8B", "--device", "H100", "--trace", str(path), "--out", str(tmp_path / name)]
+        assert RUNNER.invoke(app, flags).exit_code == 0
+        ratios[name] = json.loads((tmp_path / name / "pd_plan.json").read_text())["ratio"]
+    # Long prompts want prefill; where most of a prompt is cached they want it less.
+    assert ratios["long"] > 2 * ratios["agent"] > 2 * ratios["chat"]
 
 
 def test_the_tandem_command_finds_these_by_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
