@@ -69,7 +69,8 @@ def main() -> None:
 
 def measure(batch_size: int, queue_length: int) -> tuple[float, float, float]:
     """Microseconds of schedule, build, and build + sample, in decode steps of one batch in front of one queue."""
-    prompt_blocks, decode_blocks = batch_size * PROMPT_TOKENS // BLOCK_TOKENS, batch_size * (NUM_STEPS // BLOCK_TOKENS + 2)
+    prompt_blocks = batch_size * PROMPT_TOKENS // BLOCK_TOKENS
+    decode_blocks = batch_size * (NUM_STEPS // BLOCK_TOKENS + 2)
     pool = BlockPool(prompt_blocks + decode_blocks, BLOCK_TOKENS, "constant")
     scheduler = Scheduler(pool, replace(LIMITS, watermark_blocks=decode_blocks))
     for index in range(batch_size):
