@@ -20,6 +20,7 @@ import grpc.aio
 from tandem.v1 import common_pb2, membership_pb2, worker_pb2_grpc
 
 from cluster.identity import Incarnation, new_incarnation
+from cluster.kv_events import KvEventPublisher
 from cluster.logs import configure_logs
 from cluster.membership import WorkerRegistration
 from cluster.process_guard import StopSignals, die_with_parent, limit_threads
@@ -45,15 +46,14 @@ class WorkerContext:
     """What a process knows before its model is loaded."""
 
     settings: WorkerSettings
-    incarnation: Incarnation
+    identity: common_pb2.WorkerIdentity
     security: RpcSecurity
     redis: RedisClient | None  # None: no membership; routers are told the address by other means
+    kv_events: KvEventPublisher | None  # the block pool's notes of its prefix cache go here
 
     @property
-    def identity(self) -> common_pb2.WorkerIdentity:
-        return common_pb2.WorkerIdentity(
-            worker_id=self.settings.worker_id, incarnation=self.incarnation, role=ROLES[self.settings.role]
-        )
+    def incarnation(self) -> Incarnation:
+        return Incarnation(self.identity.incarnation)
 
 
 class WorkerNode(AdminNode, Protocol):
@@ -98,7 +98,7 @@ async def run_worker(
     configure_logs(program, settings.worker_id)
     security = RpcSecurity.from_settings(settings)
     redis = RedisClient(settings.redis_url, settings.redis_password_file) if settings.redis_url else None
-    context = WorkerContext(settings, new_incarnation(), security, redis)
+    context = _context(settings, security, redis)
     try:
         node = await build(context)
         try:
@@ -108,6 +108,14 @@ async def run_worker(
     finally:
         if redis is not None:
             await redis.close()
+
+
+def _context(settings: WorkerSettings, security: RpcSecurity, redis: RedisClient | None) -> WorkerContext:
+    identity = common_pb2.WorkerIdentity(
+        worker_id=settings.worker_id, incarnation=new_incarnation(), role=ROLES[settings.role]
+    )
+    kv_events = KvEventPublisher(redis, identity) if redis is not None else None
+    return WorkerContext(settings, identity, security, redis, kv_events)
 
 
 async def _serve(context: WorkerContext, node: WorkerNode) -> None:
@@ -120,6 +128,8 @@ async def _serve(context: WorkerContext, node: WorkerNode) -> None:
     await server.start()
     node.start()
     signals.install()
+    if context.kv_events is not None:
+        context.kv_events.start()
     registration = _register(context, node, address)
     logger.info("ready", extra={"worker_id": settings.worker_id, "address": address, "pid": os.getpid()})
     try:
@@ -128,6 +138,8 @@ async def _serve(context: WorkerContext, node: WorkerNode) -> None:
         signals.remove()
         if registration is not None:
             await registration.stop()
+        if context.kv_events is not None:
+            await context.kv_events.stop()
         await server.stop(STOP_GRACE_S)
 
 
@@ -138,6 +150,10 @@ def _register(context: WorkerContext, node: WorkerNode, address: str) -> WorkerR
     def read_record() -> membership_pb2.WorkerRecord:
         record = node.record()
         record.control_address = record.admin_address = address
+        if context.settings.metrics_port:
+            record.metrics_address = f"127.0.0.1:{context.settings.metrics_port}"
+        if context.kv_events is not None:
+            record.kv_event_seq = context.kv_events.last_seq
         return record
 
     registration = WorkerRegistration(context.redis, read_record, context.settings.heartbeat_s)

@@ -83,7 +83,7 @@ class DecodeNode:
     async def build(cls, context: WorkerContext) -> DecodeNode:
         """Loads the model. Raises `StartupError`."""
         fallbacks = Fallbacks()
-        return cls(context, open_engine(context.settings, fallbacks), fallbacks)
+        return cls(context, open_engine(context, fallbacks), fallbacks)
 
     # --- as its process drives it -------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from tandem.v1 import handoff_pb2, membership_pb2, worker_pb2
 from cluster.fallbacks import Fallbacks
 from cluster.kv_layout import KvLayout
 from cluster.worker_process import WorkerContext
-from cluster.worker_settings import WorkerSettings
 from engine.block_pool import BlockPool
 from engine.dtype import cpu_features
 from engine.engine import Engine
@@ -91,8 +90,9 @@ class WorkerEngine:
         self.built.memory.close()
 
 
-def open_engine(settings: WorkerSettings, fallbacks: Fallbacks) -> WorkerEngine:
+def open_engine(context: WorkerContext, fallbacks: Fallbacks) -> WorkerEngine:
     """Loads the model and makes its engine, not yet started. Raises `StartupError`."""
+    settings = context.settings
     built = build_runner(settings)
     if built.fallback is not None:
         fallback = built.fallback
@@ -104,7 +104,7 @@ def open_engine(settings: WorkerSettings, fallbacks: Fallbacks) -> WorkerEngine:
         max_waiting=settings.max_waiting,
         max_model_len=built.max_model_len,
     )
-    pool = BlockPool(memory.num_blocks, memory.layout.block_tokens, built.config.fingerprint)
+    pool = BlockPool(memory.num_blocks, memory.layout.block_tokens, built.config.fingerprint, events=context.kv_events)
     executor = ModelExecutor(built.runner, limits, memory.layout.block_tokens, memory.copy_block)
     return WorkerEngine(
         engine=Engine(executor, pool, limits),

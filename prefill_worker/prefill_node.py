@@ -79,7 +79,7 @@ class PrefillNode:
     async def build(cls, context: WorkerContext) -> PrefillNode:
         """Loads the model. Raises `StartupError`."""
         fallbacks = Fallbacks()
-        return cls(context, open_engine(context.settings, fallbacks), fallbacks)
+        return cls(context, open_engine(context, fallbacks), fallbacks)
 
     # --- as its process drives it -------------------------------------------------------------------------------------
 
