@@ -84,6 +84,9 @@ class WorkerProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
     def stop(self, timeout_s: float = 30.0) -> int:
         """SIGTERM, and the exit status."""
         if self.process.poll() is None:
@@ -116,6 +119,10 @@ class WorkerFleet:
         worker = self.spawn(role, worker_id, **settings)
         await worker.wait_until_ready()
         return worker
+
+    async def start_pair(self) -> tuple[WorkerProcess, WorkerProcess]:
+        """One prefill and one decode worker."""
+        return await asyncio.gather(self.start("prefill", "prefill-0"), self.start("decode", "decode-0"))
 
     def spawn(self, role: Role, worker_id: str, **settings: object) -> WorkerProcess:
         values = {
@@ -176,6 +183,7 @@ class Router:
         self._ended: dict[str, asyncio.Event] = {}
         self._first: dict[str, asyncio.Event] = {}
         self._reader: asyncio.Task[None] | None = None
+        self._is_writing = asyncio.Lock()  # a stream takes one message at a time
 
     async def __aenter__(self) -> Router:
         hello = worker_pb2.RouterHello(router_id="router-0", incarnation="1", protocol_version=1)
@@ -235,11 +243,13 @@ class Router:
             deadline_ms=deadline_ms,
             fence=1,
         )
-        await self._stream.write(worker_pb2.RouterMessage(submit=submit))
+        async with self._is_writing:
+            await self._stream.write(worker_pb2.RouterMessage(submit=submit))
 
     async def cancel(self, request_id: str) -> None:
         cancel = worker_pb2.CancelRequest(request_id=request_id, fence=1)
-        await self._stream.write(worker_pb2.RouterMessage(cancel=cancel))
+        async with self._is_writing:
+            await self._stream.write(worker_pb2.RouterMessage(cancel=cancel))
 
     async def first_token(self, request_id: str) -> None:
         await asyncio.wait_for(self._first[request_id].wait(), ANSWER_TIMEOUT_S)
