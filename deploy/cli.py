@@ -36,6 +36,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Models on this machine.")
 key_app = typer.Typer(no_args_is_help=True, help="API keys, needed on an address that others can reach.")
 app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
+policy_app = typer.Typer(no_args_is_help=True, help="Autoscaler policy files.")
+app.add_typer(policy_app, name="policy")
 
 
 Config = Annotated[
@@ -221,6 +223,26 @@ def key_create(
     from deploy.api_keys import create_key
 
     typer.echo(create_key(name, file))
+
+
+@policy_app.command("check")
+def policy_check(files: Annotated[list[Path], typer.Argument(help="policy files")]) -> None:
+    """Say what is wrong with a policy file, by file, line, key and reason; ends with status 1 if anything is.
+
+    [dim]tandem policy check deploy/policies/latency-first.yaml[/dim]
+    """
+    from deploy.autoscaler.policy_file import load_policy
+    from deploy.yaml_settings import YamlSettingsError
+
+    is_wrong = False
+    for file in files:
+        try:
+            typer.echo(f"{file}: ok, policy {load_policy(file).name!r}")
+        except YamlSettingsError as error:
+            is_wrong = True
+            typer.echo(str(error), err=True)
+    if is_wrong:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

@@ -146,6 +146,17 @@ def test_key_is_shown_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
     assert_one_line(tandem("key", "create", "a b", "--file", str(file)), "'a b'")
 
 
+def test_policy_check_names_file_line_and_key(tmp_path: Path) -> None:
+    good = tandem("policy", "check", *map(str, sorted((REPOSITORY / "deploy" / "policies").glob("*.yaml"))))
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.count(": ok, policy ") == 4
+    wrong = tmp_path / "mine.yaml"
+    wrong.write_text("version: 1\nslo:\n  ttft_mss: 5.0\n")
+    ended = tandem("policy", "check", str(wrong))
+    assert ended.returncode == 1
+    assert f"{wrong}:3: slo.ttft_mss: unknown key" in ended.stderr
+
+
 def test_version_names_what_it_runs_on() -> None:
     ended = tandem("version")
     assert ended.returncode == 0
