@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import hmac
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from tandem.v1 import handoff_pb2
 
 from cluster.errors import KvTransferFailed, RetryElsewhere, TandemError, WorkerUnavailable, from_failure
-from cluster.identity import TransferId
+from cluster.identity import TransferId, WorkerId
 from cluster.kv_layout import KvLayout
-from decode_worker.prefill_peer import PrefillPeer
+from decode_worker.prefill_peer import PeerLink, TransferListener
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestMoment, RequestTimeline
 from decode_worker.reservations import Reservation
@@ -77,13 +79,28 @@ class LandingGate:
     layout: KvLayout
 
 
+class TransferPeer(Protocol):
+    """The way to the prefill worker (`prefill_peer.PrefillPeer`)."""
+
+    worker_id: WorkerId
+    link: PeerLink | None
+
+    def register(self, ref: TransferRef, listener: TransferListener) -> None: ...
+
+    def unregister(self, ref: TransferRef) -> None: ...
+
+    def send(self, message: handoff_pb2.DecodeToPrefill) -> None:
+        """Raises `WorkerUnavailable`."""
+        ...
+
+
 class KvArrival:
     """Implements `TransferListener`. Owned by `KvArrivals.fetch`."""
 
     def __init__(
         self,
         ref: TransferRef,
-        peer: PrefillPeer,
+        peer: TransferPeer,
         request: AcceptedRequest,
         reservation: Reservation,
         gate: LandingGate,
@@ -104,6 +121,7 @@ class KvArrival:
         self._reject: handoff_pb2.Reject | None = None
         self._gone_reason = ""
         self._resends_left = MAX_RESENDS
+        self._may_salvage = True
 
     # --- the story ----------------------------------------------------------------------------------------------------
 
@@ -161,6 +179,7 @@ class KvArrival:
         if commit is None:
             raise KvTransferFailed("no commit", stage="transfer")
         if commit.HasField("failure"):
+            self._may_salvage = False  # P says that what it computed is not to be used
             raise from_failure(commit.failure)
         self.state = ArrivalState.SEALED
         return commit
@@ -171,7 +190,11 @@ class KvArrival:
         arrived = self._table.arrived(*self._key)
         if arrived is None:
             raise KvTransferFailed("the attempt was fenced while it ran", stage="transfer")
-        if arrived.is_complete and arrived.root_digest != commit.root_digest:
+        if not self._reservation.pool.holds(self._reservation.destination):
+            self._may_salvage = False
+            raise KvTransferFailed("a destination block changed hands", stage="transfer")
+        if arrived.is_complete and not hmac.compare_digest(arrived.root_digest, commit.root_digest):
+            self._may_salvage = False
             raise KvTransferFailed("the frames that arrived are not those that were sent", stage="transfer")
         return arrived.missing
 
@@ -225,7 +248,8 @@ class KvArrival:
         self._tell(handoff_pb2.DecodeToPrefill(cancel=cancel))
         arrived = self._table.arrived(*self._key)
         reservation = self._reservation
-        num_blocks = len(reservation.matched) + (arrived.num_complete_blocks if arrived is not None else 0)
+        num_arrived = arrived.num_complete_blocks if arrived is not None and self._may_salvage else 0
+        num_blocks = len(reservation.matched) + num_arrived
         num_tokens = min(num_blocks * reservation.pool.block_tokens, self._request.num_tokens)
         reservation.salvage(num_tokens)
         suspect = reservation.split_for_quarantine(num_tokens)
@@ -298,7 +322,7 @@ class KvArrival:
         )
 
 
-def _rejection(peer: PrefillPeer, reject: handoff_pb2.Reject) -> TandemError:
+def _rejection(peer: TransferPeer, reject: handoff_pb2.Reject) -> TandemError:
     """A deterministic refusal of the request itself is the client's; everything else is this peer's alone."""
     if reject.HasField("failure") and reject.reason == handoff_pb2.REJECT_REASON_INVALID:
         return from_failure(reject.failure)

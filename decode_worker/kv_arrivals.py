@@ -8,8 +8,7 @@ from __future__ import annotations
 from tandem.v1 import handoff_pb2
 
 from cluster.errors import TandemError
-from decode_worker.kv_arrival import ArrivalFailed, ArrivalRejected, KvArrival, Landed, LandingGate
-from decode_worker.prefill_peer import PrefillPeer
+from decode_worker.kv_arrival import ArrivalFailed, ArrivalRejected, KvArrival, Landed, LandingGate, TransferPeer
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestTimeline
 from decode_worker.reservations import Reservation
@@ -37,7 +36,7 @@ class KvArrivals:
     async def fetch(
         self,
         ref: TransferRef,
-        peer: PrefillPeer,
+        peer: TransferPeer,
         request: AcceptedRequest,
         reservation: Reservation,
         timeline: RequestTimeline,

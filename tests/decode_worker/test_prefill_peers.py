@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from cluster.membership_state import ChangeKind, MembershipChange
 from decode_worker.prefill_peer import PeerState, PeerTiming, PrefillPeer
 from decode_worker.prefill_peers import PrefillPeers
 from kv_transfer.transfer_ref import TransferRef
+from tests.decode_worker.polling import until
 
 PREFILL = WorkerId("prefill-0")
 TIMING = PeerTiming(
@@ -140,13 +140,6 @@ async def peers() -> AsyncIterator[PrefillPeers]:
     await peers.close()
 
 
-async def wait_for(is_reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_reached():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.002)
-
-
 async def connected(peers: PrefillPeers, address: str, incarnation: str = "") -> PrefillPeer:
     return await peers.ready(PREFILL, Incarnation(incarnation), address)
 
@@ -169,7 +162,7 @@ async def test_messages_reach_the_listener_of_their_transfer(
         assert (await ear.messages.get()).accept.key.epoch == 1
         assert (await other.messages.get()).accept.key.epoch == 2
     assert ear.messages.empty()
-    await wait_for(lambda: len(prefill.received) == 1)
+    await until(lambda: len(prefill.received) == 1)
 
 
 async def test_broken_stream_is_told_at_once_and_reconnected(
@@ -182,7 +175,7 @@ async def test_broken_stream_is_told_at_once_and_reconnected(
     prefill.break_streams()
     async with asyncio.timeout(WAIT_S):
         await ear.gone
-    await wait_for(lambda: peer.state is PeerState.READY)
+    await until(lambda: peer.state is PeerState.READY)
     assert peer.link is not None
     assert peer.link.incarnation == "p2"
 
@@ -200,7 +193,7 @@ async def test_silent_peer_is_dead_after_three_pings(
 
 async def test_pongs_bring_the_peers_load(peers: PrefillPeers, address: str) -> None:
     peer = await connected(peers, address)
-    await wait_for(lambda: peer.remote_load.free_blocks == 7)
+    await until(lambda: peer.remote_load.free_blocks == 7)
 
 
 async def test_f27_refused_peer_is_reported_with_the_fields_name(
@@ -224,7 +217,7 @@ async def test_f27_refused_peer_is_reported_with_the_fields_name(
         ready=True,
     )
     peers.on_membership(MembershipChange(ChangeKind.RESTARTED, record))
-    await wait_for(lambda: prefill.num_hellos == 2)
+    await until(lambda: prefill.num_hellos == 2)
     await connected(peers, address)
     assert peers.refused() == []
 
@@ -244,7 +237,7 @@ async def test_kv46_one_error_does_not_blacklist_a_healthy_peer(
 ) -> None:
     peer = await connected(peers, address)
     prefill.break_streams()
-    await wait_for(lambda: prefill.num_hellos == 2 and peer.state is PeerState.READY)
+    await until(lambda: prefill.num_hellos == 2 and peer.state is PeerState.READY)
     for _ in range(100):
         await connected(peers, address)
     assert prefill.num_hellos == 2
@@ -257,7 +250,7 @@ async def test_kv36_peer_restarted_on_the_same_address_20_times(
     for restart in range(20):
         prefill.incarnation = f"r{restart}"
         prefill.break_streams()
-        await wait_for(lambda: peer.link is not None and peer.link.incarnation == prefill.incarnation)
+        await until(lambda: peer.link is not None and peer.link.incarnation == prefill.incarnation)
     assert prefill.num_hellos == 21
 
 
@@ -270,9 +263,9 @@ async def test_departed_worker_is_forgotten_when_its_stream_ends(
         ready=True,
     )
     peers.on_membership(MembershipChange(ChangeKind.JOINED, record))
-    await wait_for(lambda: prefill.num_hellos == 1)
+    await until(lambda: prefill.num_hellos == 1)
     peers.on_membership(MembershipChange(ChangeKind.LEFT, record))
     assert [peer.state for peer in peers.status()] == ["ready"]  # what runs on its stream goes on
     prefill.break_streams()
-    await wait_for(lambda: peers.status() == [])
+    await until(lambda: peers.status() == [])
     assert prefill.num_hellos == 1

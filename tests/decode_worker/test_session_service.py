@@ -13,16 +13,8 @@ from tandem.v1 import common_pb2, worker_pb2
 from cluster.sampling_params import SamplingParams
 from tests.decode_worker.conftest import RouterClient
 from tests.decode_worker.counting_engine import expected_tokens
+from tests.decode_worker.polling import DEADLINE_S, until
 from tests.decode_worker.session_node import SessionNode
-
-DEADLINE_S = 5.0
-
-
-async def until(is_reached: object, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_reached():  # type: ignore[operator]
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.005)
 
 
 async def test_requests_of_one_router_share_a_stream(router: RouterClient) -> None:
