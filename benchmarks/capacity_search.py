@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+# How far below its grid a search goes before it says that nothing passes.
+LOWEST_SHARE = 1 / 8
+
 
 class Phase(Enum):
     """What the next probe is for."""
@@ -53,6 +56,9 @@ def next_probe(grid: Sequence[float], probes: Sequence[Probe], resolution: float
     for rate in grid:
         if rate not in tried and (ceiling is None or rate < ceiling) and rate > floor:
             return Next(Phase.GRID, rate)
+    if floor == 0 and ceiling is not None and ceiling > grid[0] * LOWEST_SHARE:
+        # The grid began too high.
+        return Next(Phase.GRID, ceiling / 2)
     if ceiling is not None and floor > 0 and ceiling / floor > resolution:
         return Next(Phase.BISECTION, (floor + ceiling) / 2)
     if floor > 0 and sum(probe.rate_per_s == floor for probe in probes) < 2:

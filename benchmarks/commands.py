@@ -255,6 +255,8 @@ def _print_plan(made: PdPlan) -> None:
     )
     if made.prediction_error is not None:
         typer.echo(f"coupled check: {made.prediction_error:+.0%} against the prediction")
+    if made.warning:
+        typer.echo(f"careful: {made.warning}")
 
 
 def _numbers(text: str) -> tuple[float, ...]:

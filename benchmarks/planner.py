@@ -11,7 +11,6 @@ The plan says when the objective cannot be met at all and why. Pure functions; o
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -83,7 +82,7 @@ class PdPlan:
     split: Split | None
     aggregated_requests_per_s: float  # of one worker; measured where there is a control, else by the model
     is_aggregated_measured: bool
-    gain: float  # split per worker over aggregated per worker
+    gain: float | None  # split per worker over aggregated per worker; None: aggregated carries nothing
     model: CapacityModel
     provenance: str  # where the coefficients come from
     measured_requests_per_s: float | None = None  # of the split, in the coupled check
@@ -94,6 +93,17 @@ class PdPlan:
         if self.measured_requests_per_s is None or self.split is None:
             return None
         return self.measured_requests_per_s / self.split.requests_per_s - 1
+
+    @property
+    def warning(self) -> str:
+        """Why the plan should not be relied on; empty when the coupled check agrees, or there was none."""
+        error = self.prediction_error
+        if error is None or abs(error) <= MAX_PREDICTION_ERROR:
+            return ""
+        return (
+            f"the coupled run carried {error:+.0%} of what was predicted, more than {MAX_PREDICTION_ERROR:.0%} off: "
+            "the models do not hold for this deployment, so measure the split itself before relying on it"
+        )
 
 
 def plan(
@@ -113,10 +123,16 @@ def plan(
         aggregated_capacity(traffic, model, policy) if measured_aggregated_per_s is None else measured_aggregated_per_s
     )
     split = best_split(x_p, x_d, max_workers)
-    gain = split.per_worker / aggregated if aggregated > 0 else math.inf
+    gain = split.per_worker / aggregated if aggregated > 0 else None
     obstacle = infeasible_because(traffic, model, policy)
     if obstacle:
         verdict, reason = Verdict.INFEASIBLE, obstacle
+    elif gain is None:
+        verdict = Verdict.DISAGGREGATE
+        reason = (
+            f"{split.prefill}P{split.decode}D is predicted to carry {split.per_worker:.2f} requests/s a worker; "
+            "aggregated workers met the objective at no rate that was tried"
+        )
     elif gain < MIN_DISAGGREGATION_GAIN:
         verdict = Verdict.AGGREGATE
         reason = (
@@ -218,6 +234,7 @@ def write_plan(directory: Path, pd_plan: PdPlan, policy: Policy) -> tuple[Path, 
     document: dict[str, Any] = {"schema": "tandem.pd_plan", "version": SCHEMA_VERSION, **asdict(pd_plan)}
     document["verdict"] = pd_plan.verdict.value
     document["prediction_error"] = pd_plan.prediction_error
+    document["warning"] = pd_plan.warning
     plan_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     policy_path.write_text(_policy_text(pd_plan, policy), encoding="utf-8")
     return plan_path, policy_path

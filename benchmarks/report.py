@@ -84,6 +84,8 @@ def _verdict(data: SweepData) -> str:
             f"Coupled check: measured {plan['measured_requests_per_s']:.2f} requests/s, "
             f"{plan['prediction_error']:+.0%} against the prediction."
         )
+    if plan["warning"]:
+        lines.append(f"<span class=bad>Careful: {_text(plan['warning'])}.</span>")
     if not plan["is_aggregated_measured"]:
         lines.append("The aggregated figure is the model's: no control was measured.")
     return f"<div class=verdict>{'<br>'.join(lines)}</div>"

@@ -36,6 +36,8 @@ SCHEMA_VERSION = 1
 MIN_ACHIEVED_SHARE = 0.97
 # What is in flight moves up and down: a difference of the window's ends below this many standard deviations is that.
 MIN_PILE_DEVIATIONS = 2.0
+# Of fewer requests no trend can be told; the attainment still can.
+MIN_TREND_REQUESTS = 20
 # The parts of the window at its ends that stand for them.
 END_SHARE = 0.1
 # A client that is late by more than this (or this share of the median TTFT) measures itself.
@@ -105,10 +107,16 @@ class FlightTrend:
     growth: float
     slope: SlopeTest
 
-    def is_piling_up(self, num_offered: float) -> bool:
+    def is_piling_up(self, num_offered: int) -> bool:
         """What was not achieved of what was offered is what piled up: above 3 %, and above its own ups and downs."""
-        share = self.growth / num_offered if num_offered else 0.0
-        return share > 1 - MIN_ACHIEVED_SHARE and self.growth > MIN_PILE_DEVIATIONS * self.deviation
+        return self._has_grown(num_offered) and self.growth > (1 - MIN_ACHIEVED_SHARE) * num_offered
+
+    def is_trending(self, num_offered: int) -> bool:
+        """It grows along the whole window, beyond chance and by a fifth of its mean."""
+        return self._has_grown(num_offered) and self.slope.is_growing and self.slope.growth_share > MIN_UNSTEADY_GROWTH
+
+    def _has_grown(self, num_offered: int) -> bool:
+        return num_offered >= MIN_TREND_REQUESTS and self.growth > MIN_PILE_DEVIATIONS * self.deviation
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +249,9 @@ def _flagged(summary: RunSummary, run: LoadRun, *, is_closed_loop: bool) -> RunS
     if not is_closed_loop:
         if run.hit_in_flight_limit or summary.dispatch_delay_ms.p99.value > allowed_ms:
             flags.append(Flag.CLIENT_LIMITED)
-        if summary.in_flight.is_piling_up(summary.offered_per_s * summary.window_s):
+        if summary.in_flight.is_piling_up(summary.num_offered):
             flags.append(Flag.SATURATED)
-        if summary.in_flight.slope.is_growing and summary.in_flight.slope.growth_share > MIN_UNSTEADY_GROWTH:
+        if summary.in_flight.is_trending(summary.num_offered):
             flags.append(Flag.UNSTEADY)
     if summary.extra_hit_rate is not None and summary.extra_hit_rate > MAX_EXTRA_HIT_RATE:
         flags.append(Flag.CACHE_WARM)

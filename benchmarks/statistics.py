@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ FloatArray = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 400
+# Cells of a resampled matrix at one time: 8 MB.
+MAX_RESAMPLED_CELLS = 1 << 20
 MSER_BATCH = 5
 # Student's t, one-sided 1 %, for SLOPE_BATCHES - 2 = 18 degrees of freedom.
 SLOPE_BATCHES = 20
@@ -92,12 +95,12 @@ def percentile_interval(
     array, weight, group = array[order], weight[order], group[order]
     value = _sorted_percentile(array, np.cumsum(weight), share)
     multiplicities = _multiplicities(int(group.max()) + 1, seed)
-    estimates = [
-        _sorted_percentile(array, np.cumsum(weight * times[group]), share)
-        for times in multiplicities
-        if times[group].any()
+    rows = max(1, MAX_RESAMPLED_CELLS // array.size)
+    parts = [
+        _resampled_percentiles(array, weight * multiplicities[first : first + rows][:, group], share)
+        for first in range(0, NUM_RESAMPLES, rows)
     ]
-    return _interval(value, np.asarray(estimates))
+    return _interval(value, np.concatenate(parts))
 
 
 def median_interval(values: Sequence[float]) -> Interval:
@@ -165,8 +168,21 @@ def _sorted_percentile(values: FloatArray, cumulated: FloatArray, share: float) 
     return float(values[min(place, values.size - 1)])
 
 
+def _resampled_percentiles(values: FloatArray, weights: FloatArray, share: float) -> FloatArray:
+    """Of each row of weights [resamples, values], over ascending values; a row without any weight is left out."""
+    cumulated = np.cumsum(weights, axis=1)
+    total = cumulated[:, -1]
+    places = (cumulated < (share * (1 - 1e-12) * total)[:, None]).sum(axis=1)
+    estimates: FloatArray = values[np.minimum(places, values.size - 1)][total > 0]
+    return estimates
+
+
+@lru_cache(maxsize=4)
 def _multiplicities(count: int, seed: int) -> FloatArray:
-    """[NUM_RESAMPLES, count]: how often each element stands in each moving-block resample of about that length."""
+    """[NUM_RESAMPLES, count]: how often each element stands in each moving-block resample of about that length.
+
+    The statistics of one run ask for the same one again and again. Read-only.
+    """
     rng = np.random.default_rng(seed)
     block = max(1, round(math.sqrt(count))) if count >= 30 else 1
     num_blocks = math.ceil(count / block)
@@ -176,6 +192,7 @@ def _multiplicities(count: int, seed: int) -> FloatArray:
         starts = rng.integers(0, count, num_blocks)
         places = (starts[:, None] + np.arange(block)).ravel()[:count] % count
         row += np.bincount(places, minlength=count)
+    result.flags.writeable = False
     return result
 
 

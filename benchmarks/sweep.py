@@ -168,7 +168,7 @@ class Sweep:
         return await self._point(
             point_key(stage, target.deployment, params),
             f"{stage} {target.deployment}: {rate_per_s:.2f} requests/s",
-            self.settings.run_s,
+            self.settings.duration_s(rate_per_s),
             partial(measure_rate, target, self.settings, stage, workload, rate_per_s, repeat),
         )
 

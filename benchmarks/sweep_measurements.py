@@ -101,12 +101,13 @@ async def measure_rate(
     """One open-loop run of Poisson arrivals."""
     params = {"rate": rate_per_s, "repeat": float(repeat)}
     seed = settings.seed_of("rate", round(rate_per_s, 6), repeat)
-    times = arrival_times(ArrivalProcess("poisson", rate_per_s), settings.run_s, seed)
+    duration_s = settings.duration_s(rate_per_s)
+    times = arrival_times(ArrivalProcess("poisson", rate_per_s), duration_s, seed)
     # With the stage: what one stage left in the prefix cache must not serve the next one's runs at the same rate.
     content_seed = mixed_seed(target.content_seed, stage, round(rate_per_s, 6), repeat)
     plan = plan_synthetic(workload, times, seed, content_seed)
     limits = RunLimits(drain_timeout_s=settings.drain_s)
-    run = await run_open_loop(plan, target.sender, settings.run_s, limits)
+    run = await run_open_loop(plan, target.sender, duration_s, limits)
     summary = summarise(run, settings.slo, seed)
     kept = [record for record in run.records if record.is_ok]
     return _point(stage, target, params, summary, kept, {}), run.records

@@ -9,6 +9,8 @@ from typing import Any
 from benchmarks.run_summary import Slo
 from benchmarks.workload import DEFAULT_TOKEN_RANGE, LengthLaw, Workload
 
+MAX_STRETCH = 4.0
+
 
 @dataclass(frozen=True, slots=True)
 class SweepSettings:
@@ -25,6 +27,7 @@ class SweepSettings:
     seed: int = 0
     # Open-loop runs.
     run_s: float = 60.0
+    min_requests: int = 60  # a slow server's runs last longer, up to four times
     drain_s: float = 60.0
     resolution: float = 1.05  # bisection ends when its bracket is this tight
     # Coupled rates as shares of the prediction; or these rates, so that another sweep can be compared run by run.
@@ -53,6 +56,10 @@ class SweepSettings:
     def slo(self) -> Slo:
         return Slo(self.ttft_ms, self.tpot_ms)
 
+    def duration_s(self, rate_per_s: float) -> float:
+        """Of one open-loop run at that rate: long enough for `min_requests`, within reason."""
+        return min(max(self.run_s, self.min_requests / rate_per_s), MAX_STRETCH * self.run_s)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -67,6 +74,7 @@ def mixed_seed(*parts: object) -> int:
 
 QUICK: dict[str, Any] = {
     "run_s": 15.0,
+    "min_requests": 30,
     "drain_s": 20.0,
     "resolution": 1.15,
     "rate_shares": (0.3, 0.6, 0.9, 1.2),

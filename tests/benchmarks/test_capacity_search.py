@@ -26,6 +26,11 @@ def test_answer_is_within_the_resolution_and_confirmed(capacity: float) -> None:
     assert len(probes) <= max_probes(GRID, 1.1)
 
 
+def test_a_grid_that_began_too_high_is_left_downwards() -> None:
+    answer, _ = _search(1.3)
+    assert answer.rate_per_s <= 1.3 < answer.rate_per_s * 1.1 + 1e-9
+
+
 def test_nothing_above_a_failure_is_tried() -> None:
     _, probes = _search(3.0)
     assert max(probe.rate_per_s for probe in probes) == 4.0
@@ -37,5 +42,5 @@ def test_a_lucky_pass_does_not_survive_its_confirmation() -> None:
 
 
 def test_ends_when_nothing_passes_and_when_nothing_fails() -> None:
-    assert _search(1.0)[0] == Next(Phase.DONE, 0.0)
+    assert _search(0.1)[0] == Next(Phase.DONE, 0.0)
     assert _search(100.0)[0].rate_per_s == 16.0

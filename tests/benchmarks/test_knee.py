@@ -48,6 +48,11 @@ def test_a_growing_queue_is_a_violation_even_with_good_attainment() -> None:
     assert first_violation((_point(2.0, 2.0, 1.0), _point(3.0, 3.0, 0.97, Flag.UNSTEADY))) == 3.0
 
 
+def test_a_late_client_does_not_take_a_pass_away() -> None:
+    assert first_violation((_point(2.0, 2.0, 1.0, Flag.CLIENT_LIMITED),)) == math.inf
+    assert first_violation((_point(2.0, 2.0, 1.0, Flag.CACHE_WARM),)) == 2.0
+
+
 def test_ends_of_the_range_are_said_as_such() -> None:
     assert capacity_at_slo(CURVE[:2]) == Interval(4.0, 4.0, math.inf)
     assert capacity_at_slo(CURVE[3:]) == Interval(0.0, 0.0, 8.0)

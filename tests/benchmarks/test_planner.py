@@ -92,6 +92,17 @@ def test_prediction_error_is_measured_over_predicted() -> None:
     assert made.split is not None
     checked = replace(made, measured_requests_per_s=made.split.requests_per_s * 0.9)
     assert checked.prediction_error == pytest.approx(-0.1)
+    assert checked.warning == ""
+    off = replace(made, measured_requests_per_s=made.split.requests_per_s * 0.8)
+    assert "-20%" in off.warning
+
+
+def test_a_control_that_carried_nothing_is_said_and_written_as_json(tmp_path: Path) -> None:
+    made = plan(TrafficShape(4000, 200), MODEL, POLICY, 8, "test", measured_aggregated_per_s=0.0)
+    assert made.gain is None
+    assert "at no rate that was tried" in made.reason
+    plan_path, _ = write_plan(tmp_path, made, POLICY)
+    assert json.loads(plan_path.read_text(), parse_constant=pytest.fail)["gain"] is None
 
 
 def test_written_plan_and_policy_are_read_by_their_readers(tmp_path: Path) -> None:

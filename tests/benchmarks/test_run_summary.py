@@ -85,6 +85,11 @@ def test_a_growing_queue_is_saturated_and_unsteady() -> None:
     assert {Flag.SATURATED, Flag.UNSTEADY} <= set(summarise(_run(growing)).flags)
 
 
+def test_a_handful_of_requests_shows_no_trend() -> None:
+    few = [replace(one, ended_s=one.ended_s + 0.6 * one.intended_s) for one in _steady()[:150:15]]
+    assert not {Flag.SATURATED, Flag.UNSTEADY} & set(summarise(_run(few, 15.0)).flags)
+
+
 def test_warm_up_is_cut_from_an_open_loop() -> None:
     slow_start = [
         replace(record, ended_s=record.ended_s + 5.0) if record.index < 20 else record for record in _steady()

@@ -27,7 +27,7 @@ from tests.benchmarks.two_pool_sender import TwoPoolSender
 from tests.benchmarks.virtual_loop import run_virtually
 
 PREFILL_TOKEN_S, STEP_S, STEP_SEQUENCE_S = 0.0008, 0.010, 0.002
-SETTINGS = replace(SweepSettings(**QUICK), run_s=40.0, ttft_ms=1500.0, tpot_ms=60.0)
+SETTINGS = replace(SweepSettings(**QUICK), run_s=25.0, ttft_ms=1500.0, tpot_ms=60.0)
 
 
 def _store(directory: Path, settings: SweepSettings = SETTINGS) -> SweepStore:

@@ -25,6 +25,7 @@ SETTINGS = SweepSettings(
     ttft_ms=200.0,
     tpot_ms=50.0,
     run_s=0.3,
+    min_requests=5,
     drain_s=5.0,
     resolution=1.5,
     rate_shares=(0.5, 1.0),
