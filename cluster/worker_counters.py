@@ -17,6 +17,7 @@ class WorkerCounters:
         self.metrics = metrics
         self._totals: Counter[str] = Counter()
         self._largest_batch = 0
+        self._shown_stale = self._shown_bad = 0
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -31,6 +32,24 @@ class WorkerCounters:
             self._totals["generation_tokens"] += num_tokens
             self._totals["engine_steps"] += 1
             self._largest_batch = max(self._largest_batch, num_sequences)
+
+    def prompt_done(self, num_tokens: int, num_cached: int) -> None:
+        """A prompt was computed here; that many of its tokens were found in this worker's prefix cache."""
+        self.metrics.prompt_tokens.inc(num_tokens)
+        self.metrics.prefix_cache_queries.inc(num_tokens)
+        self.metrics.prefix_cache_hits.inc(num_cached)
+        with self._lock:
+            self._totals["prompt_tokens"] += num_tokens
+            self._totals["prefix_cache_hit_tokens"] += num_cached
+
+    def kv_moved(self, num_bytes: int) -> None:
+        self.metrics.kv_bytes_moved.inc(num_bytes)
+
+    def show_arrivals(self, num_stale_frames: int, num_bad_digests: int) -> None:
+        """Running totals that the landing table keeps."""
+        self.metrics.kv_frames_stale.inc(num_stale_frames - self._shown_stale)
+        self.metrics.kv_digest_failures.inc(num_bad_digests - self._shown_bad)
+        self._shown_stale, self._shown_bad = num_stale_frames, num_bad_digests
 
     def show_load(self, load: worker_pb2.LoadReport, conservation_error: int) -> None:
         """Brings the gauges up to date; called at every heartbeat."""

@@ -19,6 +19,7 @@ class DecodeMetrics:
     def landed(self, timeline: RequestTimeline) -> None:
         """A prompt's KV arrived and verified."""
         self._counters.add("transfers_verified")
+        self._counters.kv_moved(timeline.kv_bytes)
         self._counters.metrics.transfer_time.observe(timeline.total_transfer_s)
         self._counters.metrics.transfer_exposed_time.observe(timeline.exposed_transfer_s)
 
@@ -29,6 +30,10 @@ class DecodeMetrics:
     def prefilled_locally(self, error: TandemError) -> None:
         self._counters.add("local_prefills")
         self._fallbacks.took("prefill", wanted="remote", used="local", reason=error.error_code)
+
+    def prefilled_here(self, num_tokens: int, num_cached: int) -> None:
+        """This worker's own engine computed the prompt."""
+        self._counters.prompt_done(num_tokens, num_cached)
 
     def ended(self, reason: FinishReason) -> None:
         self._counters.add(f"requests_{reason.value}")

@@ -141,6 +141,7 @@ class DecodeNode:
         record = self._parts.record(self._context)
         record.load.CopyFrom(self.load_report())
         self._counters.show_load(record.load, self._parts.pool.census().conservation_error)
+        self._arrivals.show(self._counters)
         record.host_id = read_host_id()
         record.ready = not self.is_draining
         record.refused.extend(self._peers.refused())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tandem.v1 import handoff_pb2
 
 from cluster.errors import TandemError
+from cluster.worker_counters import WorkerCounters
 from decode_worker.kv_arrival import ArrivalFailed, ArrivalRejected, KvArrival, Landed, LandingGate, TransferPeer
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestTimeline
@@ -77,6 +78,11 @@ class KvArrivals:
             "kv_bad_digests": float(counts.bad_digests),
             "kv_refused_frames": float(counts.refused_frames),
         }
+
+    def show(self, counters: WorkerCounters) -> None:
+        """Brings the metrics of what was dropped up to date; called at every heartbeat."""
+        counts = self._table.counts()
+        counters.show_arrivals(counts.stale_frames, counts.bad_digests)
 
     # --- handshake ----------------------------------------------------------------------------------------------------
 

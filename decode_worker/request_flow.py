@@ -257,6 +257,7 @@ class RequestFlow:
             if not self.timeline.prefill_worker_id:  # prefilled here: the engine knows how long it took
                 self.timeline.prefill_queued_s = output.queued_s
                 self.timeline.prefill_compute_s = output.compute_s
+                self._resources.metrics.prefilled_here(self.request.num_tokens, output.cached_tokens)
         else:
             self.timeline.mark_once(RequestMoment.FIRST_DECODE_STEP)
         if output.finish_reason is not None:

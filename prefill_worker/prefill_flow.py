@@ -131,6 +131,7 @@ class PrefillFlow:
         self._error: TandemError | None = None
         self._resend: tuple[CellRange, ...] = ()
         self.is_acknowledged = False
+        self.num_bytes_sent = 0  # of a transfer that was sent whole
         self._is_cancel_asked = False
         self._num_drained: int | None = None
         self._task: asyncio.Task[None] | None = None
@@ -139,6 +140,15 @@ class PrefillFlow:
     def is_computed(self) -> bool:
         """Whether the engine is done with the prompt: its blocks wait for the link or for the decode worker."""
         return self._output is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._request.token_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that this worker's prefix cache had."""
+        return self._output.cached_tokens if self._output is not None else 0
 
     # --- the story ----------------------------------------------------------------------------------------------------
 
@@ -270,6 +280,7 @@ class PrefillFlow:
 
     def _sealed(self, summary: PushSummary) -> None:
         self._summary = summary
+        self.num_bytes_sent = summary.num_bytes
         self._changed.set()
 
     def _push_failed(self, error: KvTransferFailed) -> None:

@@ -176,6 +176,10 @@ class PrefillNode:
     def _flow_ended(self, flow: PrefillFlow) -> None:
         self._flows.pop(flow.engine_id, None)
         self._counters.add("transfers_acknowledged" if flow.is_acknowledged else "transfers_ended_early")
+        self._counters.add("kv_bytes_sent", flow.num_bytes_sent)
+        self._counters.kv_moved(flow.num_bytes_sent)
+        if flow.is_computed:
+            self._counters.prompt_done(flow.num_tokens, flow.cached_tokens)
         if not self._flows:
             self._is_idle.set()
 
