@@ -17,7 +17,7 @@ from typing import Protocol
 
 from benchmarks.openai_client import StreamCapture
 from benchmarks.request_record import Outcome, RequestRecord
-from benchmarks.stream_record import answer_text, read_stream
+from benchmarks.stream_record import read_stream, read_turn
 from benchmarks.workload import ChatMessage, PlannedRequest
 
 # Open loop without a cap still has one: sockets are finite. A request that finds it reached waits, and is counted late.
@@ -148,6 +148,7 @@ async def _closed_loop_user(
 async def _play(flight: _Flight, session: Session) -> None:
     messages: tuple[ChatMessage, ...] = (ChatMessage("system", session.system),) if session.system else ()
     due_s = session.intended_s
+    dialogue_tokens: int | None = None
     for turn, text in enumerate(session.user_turns):
         messages = (*messages, ChatMessage("user", text))
         planned = PlannedRequest(
@@ -155,6 +156,7 @@ async def _play(flight: _Flight, session: Session) -> None:
             intended_s=due_s,
             output_tokens=session.output_tokens,
             messages=messages,
+            shareable_tokens=dialogue_tokens,
             traffic_class=session.traffic_class,
             session=session.index,
             turn=turn,
@@ -162,10 +164,11 @@ async def _play(flight: _Flight, session: Session) -> None:
         await flight.wait_for_place()
         await flight.launch(planned, due_s)
         capture = flight.captures[planned.index]
-        answer = answer_text(capture)
-        if capture.failure or not answer:
+        done = read_turn(capture)
+        if capture.failure or not done.answer:
             return
-        messages = (*messages, ChatMessage("assistant", answer))
+        messages = (*messages, ChatMessage("assistant", done.answer))
+        dialogue_tokens = done.num_tokens
         due_s = flight.now_s() + session.pause_s
         await flight.sleep_until(due_s)
 

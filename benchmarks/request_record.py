@@ -55,7 +55,7 @@ class RequestRecord:
     held_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int | None = None  # None: not reported
-    shareable_tokens: int = 0
+    shareable_tokens: int | None = 0  # None: not known
     stages: TtftStages | None = None  # None: the server does not tell
 
     @property

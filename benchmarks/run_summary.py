@@ -286,10 +286,14 @@ def _flight_trend(run: LoadRun, start_s: float) -> FlightTrend:
 
 
 def _hit_rates(good: Sequence[RequestRecord]) -> tuple[float, float | None]:
-    """Share of prompt tokens that the run could have had from cache, and the share that the server says it had."""
-    total = sum(record.prompt_tokens for record in good)
-    expected = sum(record.shareable_tokens for record in good) / total if total else 0.0
-    reported = [record for record in good if record.cached_tokens is not None]
+    """Share of prompt tokens that the run could have had from cache, and the share that the server says it had.
+
+    Only of requests of which it is known what they share: the two are compared.
+    """
+    known = [record for record in good if record.shareable_tokens is not None]
+    total = sum(record.prompt_tokens for record in known)
+    expected = sum(record.shareable_tokens or 0 for record in known) / total if total else 0.0
+    reported = [record for record in known if record.cached_tokens is not None]
     reported_total = sum(record.prompt_tokens for record in reported)
     if not reported_total:
         return expected, None

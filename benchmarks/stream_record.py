@@ -56,9 +56,18 @@ def read_stream(
     )
 
 
-def answer_text(capture: StreamCapture) -> str:
-    """The visible text of a captured stream (a session's next turn needs it)."""
-    return _read(capture).text
+@dataclass(frozen=True, slots=True)
+class DialogueTurn:
+    """What a session's next turn needs of this one. `num_tokens` of prompt and answer begin the next prompt."""
+
+    answer: str
+    num_tokens: int
+
+
+def read_turn(capture: StreamCapture) -> DialogueTurn:
+    """The visible answer of a captured stream, and the tokens of the dialogue so far by the server's count."""
+    reading = _read(capture)
+    return DialogueTurn(reading.text, reading.prompt_tokens + reading.counted_tokens)
 
 
 def events(capture: StreamCapture) -> Iterator[tuple[float, str]]:

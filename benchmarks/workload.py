@@ -42,7 +42,8 @@ class PlannedRequest:
     messages: tuple[ChatMessage, ...] = ()
     traffic_class: str = DEFAULT_CLASS
     # Leading prompt tokens that an earlier request of this run has too: what an ideal prefix cache would hold.
-    shareable_tokens: int = 0
+    # None: not known (a chat template may begin every prompt alike).
+    shareable_tokens: int | None = 0
     session: int = -1  # -1: stands alone
     turn: int = 0
 
@@ -171,4 +172,4 @@ def shareable_fraction(plan: Iterable[PlannedRequest]) -> float:
     """Share of the plan's prompt tokens that an ideal, initially empty prefix cache would serve."""
     requests = list(plan)
     total = sum(len(request.token_ids) for request in requests)
-    return sum(request.shareable_tokens for request in requests) / total if total else 0.0
+    return sum(request.shareable_tokens or 0 for request in requests) / total if total else 0.0

@@ -105,6 +105,8 @@ def test_session_turns_carry_the_dialogue_and_wait_for_the_answer() -> None:
     first, second = run.records
     assert second.intended_s == pytest.approx(1.0 + 0.6 + 3.0)
     assert (first.turn, second.turn) == (0, 1)
+    # The second prompt begins with the first one and its answer; what the first one shares is not known.
+    assert (first.shareable_tokens, second.shareable_tokens) == (None, 3)
     assert sender.bodies[1]["messages"] == [
         ("system", "be short"),
         ("user", "one"),

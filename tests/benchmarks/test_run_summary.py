@@ -107,6 +107,14 @@ def test_hits_beyond_the_runs_own_sharing_are_flagged() -> None:
     assert summarise(_run(warm)).extra_hit_rate == pytest.approx(0.4)
 
 
+def test_hits_on_a_sessions_own_turns_are_no_warm_cache() -> None:
+    turns = [
+        replace(one, cached_tokens=2 if one.index % 2 == 0 else 6, shareable_tokens=None if one.index % 2 == 0 else 6)
+        for one in _steady()
+    ]
+    assert summarise(_run(turns)).flags == (Flag.OK,)
+
+
 def test_written_rows_carry_the_schema_version_and_no_nan(tmp_path: Path) -> None:
     one_token = [made_record(place, place / 10, chunk_times_s=(), chunk_tokens=()) for place in range(30)]
     rows = [({"rate_per_s": 10.0, "name": "a"}, summarise(_run(one_token, 3.0)))]
