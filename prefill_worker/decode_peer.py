@@ -137,7 +137,7 @@ class DecodePeer:
         """The peer is gone: every attempt of it ends now and gives its blocks back."""
         flows = list(self.flows.values())
         for flow in flows:
-            flow.peer_gone(reason)
+            flow.peer_gone()
         await asyncio.gather(*(flow.wait_until_ended() for flow in flows))
         await asyncio.to_thread(self.pusher.close)
 
@@ -167,6 +167,9 @@ class DecodePeer:
             self._ended.popitem(last=False)
 
     def _answer_ping(self, ping: handoff_pb2.Ping) -> None:
+        listed = {TransferRef.of(key) for key in ping.live}
+        for ref, flow in list(self.flows.items()):
+            flow.listed(ref in listed)
         pong = handoff_pb2.Pong(
             number=ping.number,
             incarnation=self._node.incarnation,

@@ -106,7 +106,7 @@ class PrefillNode:
             peer.hang_up("the worker stops")
         flows = list(self._flows.values())
         for flow in flows:
-            flow.peer_gone("the worker stops")
+            flow.peer_gone()
         await asyncio.gather(*(flow.wait_until_ended() for flow in flows))
         self._parts.close(STOP_ENGINE_TIMEOUT_S)
         if self._metrics_server is not None:

@@ -21,10 +21,11 @@ from engine.request import EngineRequest, FinishReason, SequenceOutput
 from kv_transfer.frame import root_digest
 from kv_transfer.layer_groups import LinkCosts
 from kv_transfer.layer_pusher import LayerPusher
+from kv_transfer.prefill_transfer import ENDED
 from kv_transfer.transfer_ref import TransferRef
 from kv_transfer.transport import CancelGuarantee, FrameHeader, Posted
 from prefill_worker.prefill_check import CheckedPrefill
-from prefill_worker.prefill_flow import FlowResources, PrefillFlow, PrefillState
+from prefill_worker.prefill_flow import FlowResources, PrefillFlow
 from tests.kv_transfer.oracle import LAYOUT
 
 NUM_BLOCKS = 16
@@ -65,7 +66,7 @@ class StepEngine:
         self._pool = pool
         self.request: EngineRequest | None = None
         self.held: list[BlockRef] = []
-        self.on_output: Callable[[SequenceOutput], None] = lambda output: None
+        self.on_output: Callable[[SequenceOutput], object] = lambda output: None
 
     def submit(self, request: EngineRequest) -> None:
         self.request = request
@@ -119,6 +120,9 @@ class Link:
     def send(self, message: handoff_pb2.PrefillToDecode) -> None:
         self.sent.append(message)
 
+    def hang_up(self, reason: str) -> None:
+        raise AssertionError(reason)
+
     def kinds(self) -> list[str | None]:
         return [message.WhichOneof("message") for message in self.sent]
 
@@ -145,7 +149,8 @@ class Desk:
         )
         resources = FlowResources(self.engine, self.pool, LAYOUT.block_tokens, LAYOUT.num_layers)  # type: ignore[arg-type]
         self.flow = PrefillFlow(self.ref, checked, self.link, resources)
-        self.engine.on_output = self.flow.on_output
+        loop = asyncio.get_running_loop()
+        self.engine.on_output = lambda output: loop.call_soon(self.flow.on_output, output)
         self.has_ended = False
 
     def start(self) -> None:
@@ -173,7 +178,7 @@ class Desk:
         await asyncio.wait_for(self.flow.wait_until_ended(), WAIT_S)
         await asyncio.sleep(0)
         assert self.has_ended
-        assert self.flow.state is PrefillState.FREE
+        assert self.flow.phase in ENDED
         census = self.pool.census()
         assert (census.free, census.conservation_error) == (NUM_BLOCKS, 0)
 
@@ -254,8 +259,8 @@ async def test_kv4_dead_decode_worker_releases_everything(desk: Desk) -> None:
     desk.start()
     desk.engine.run()
     await desk.hear("commit")
-    desk.flow.peer_gone("its stream ended")
-    desk.flow.peer_gone("twice")
+    desk.flow.peer_gone()
+    desk.flow.peer_gone()
     await desk.ended()
 
 
