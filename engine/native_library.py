@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -118,6 +118,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tandem_model_isa": (c_char_p, (c_void_p,)),
     "tandem_model_status": (None, (c_void_p, POINTER(ModelStatus))),
     "tandem_model_memory": (c_int32, (c_void_p, c_int32, POINTER(c_uint64), POINTER(c_uint64))),
+    "tandem_read_once": (c_int64, (c_char_p, c_void_p, c_int64)),
+    "tandem_multiply_in_registers": (c_double, (c_char_p, c_int32, c_int32)),
     "tandem_model_forward": (c_int32, (c_void_p, POINTER(Step), c_void_p, c_int64, c_void_p, LayerCallbackPointer)),
 }
 

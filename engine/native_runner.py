@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -77,27 +79,32 @@ class NativeRunner:
 
         Raises `EngineFailure` for arrays that point outside the model or the pool; nothing was written then.
         """
+        failure: list[BaseException] = []
+        callback = _NO_CALLBACK if layer_done is None else _guarded(layer_done, failure)
+        native_library.check(self.native_call(step, callback)())
+        if failure:
+            raise failure[0]
+        num_rows = step.logit_rows.shape[0]
+        return StepOutput(
+            logits=torch.from_numpy(self._logits[:num_rows, : self.config.vocab_size]),
+            hidden=torch.from_numpy(self._hidden[:num_rows]),
+        )
+
+    def native_call(self, step: StepInput, callback: ctypes._FuncPointer = _NO_CALLBACK) -> Callable[[], int]:
+        """The one call that computes the step, ready to be made: benchmarks time it alone."""
         num_rows = step.logit_rows.shape[0]
         if num_rows > self._logits.shape[0]:
             self._logits = np.empty((num_rows, self._logits_stride), np.float32)
             self._hidden = np.empty((num_rows, self.config.hidden_size), np.float32)
         arguments = _step_arguments(step)
-        failure: list[BaseException] = []
-        native_library.check(
-            self._library.tandem_model_forward(
-                self._model,
-                ctypes.byref(arguments),
-                self._logits.ctypes.data,
-                self._logits_stride,
-                self._hidden.ctypes.data,
-                _NO_CALLBACK if layer_done is None else _guarded(layer_done, failure),
-            )
-        )
-        if failure:
-            raise failure[0]
-        return StepOutput(
-            logits=torch.from_numpy(self._logits[:num_rows, : self.config.vocab_size]),
-            hidden=torch.from_numpy(self._hidden[:num_rows]),
+        return partial(
+            self._library.tandem_model_forward,
+            self._model,
+            ctypes.byref(arguments),
+            self._logits.ctypes.data,
+            self._logits_stride,
+            self._hidden.ctypes.data,
+            callback,
         )
 
     def status(self) -> dict[str, object]:

@@ -87,4 +87,18 @@ int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* 
     return guarded([&] { model->decoder.forward(*step, logits, (size_t)logits_stride, hidden, layer_done); });
 }
 
+int64_t tandem_read_once(const char* isa, const void* data, int64_t num_bytes) {
+    int64_t sum = -1;
+    guarded([&] { sum = (uint32_t)kernels_for(isa).read_once((const uint8_t*)data, (size_t)num_bytes); });
+    return sum;
+}
+
+double tandem_multiply_in_registers(const char* isa, int32_t format, int32_t iterations) {
+    double operations = -1;
+    guarded([&] {
+        operations = kernels_for(isa).multiply_in_registers((tandem::NumberFormat)format, iterations);
+    });
+    return operations;
+}
+
 }  // extern "C"

@@ -68,6 +68,9 @@ struct KernelTable {
     // `next` (or null) is the task that this thread does after this one: its first bytes are fetched.
     void (*attention)(const AttentionTask& task, const AttentionTask* next, void* scratch);
     void (*embed)(const PackedMatrix& table, int token, float* out);
+    // For benchmarks: reads bytes (a multiple of 128) once; multiplies in registers and returns the operations done.
+    int32_t (*read_once)(const uint8_t* data, size_t num_bytes);
+    double (*multiply_in_registers)(NumberFormat format, int iterations);
 };
 
 }  // namespace tandem

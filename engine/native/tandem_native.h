@@ -114,6 +114,12 @@ TANDEM_API int32_t tandem_model_memory(const TandemModel* model, int32_t index, 
 TANDEM_API int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* logits, int64_t logits_stride,
                              float* hidden, TandemLayerCallback layer_done);
 
+/* What the machine can do at best, for benchmarks, with the instructions of `isa` (empty: the best one). The first reads
+ * the bytes once and returns some sum of them; the second multiplies `iterations` times in registers, in the way that
+ * matrices of `format` are multiplied, and returns the number of operations. Both return -1 for an unknown `isa`. */
+TANDEM_API int64_t tandem_read_once(const char* isa, const void* data, int64_t num_bytes);
+TANDEM_API double tandem_multiply_in_registers(const char* isa, int32_t format, int32_t iterations);
+
 #ifdef __cplusplus
 }
 #endif

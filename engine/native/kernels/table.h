@@ -4,6 +4,7 @@
 #include "kernels/dense_linear.h"
 #include "kernels/elementwise.h"
 #include "kernels/embedding.h"
+#include "kernels/floors.h"
 #include "kernels/quantized_linear.h"
 
 namespace {
@@ -25,7 +26,9 @@ inline tandem::KernelTable make_table(const char* name) {
             &store_kv,
             &attention_scratch_bytes,
             &attention,
-            &embed};
+            &embed,
+            &read_once,
+            &multiply_in_registers};
 }
 
 }  // namespace
