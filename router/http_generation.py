@@ -23,7 +23,6 @@ from router.field_rules import Integer
 from router.generation_service import GenerationService
 from router.http_body import read_json_bytes
 from router.http_errors import as_tandem_error, error_body, error_event, error_headers
-from router.json_body import parse_json_object
 from router.limits import MAX_TIMEOUT_MS, MIN_TIMEOUT_MS
 from router.openai_format import OpenAiWriter
 
@@ -52,7 +51,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = _Response(send, _client_request_id(scope))
         try:
-            body = parse_json_object(await read_json_bytes(scope, receive, self._max_body_bytes))
+            body = await self._service.encoder.parse(await read_json_bytes(scope, receive, self._max_body_bytes))
             request = dataclasses.replace(
                 self._parse(body), timeout_s=_timeout_s(scope), wants_timeline=_wants_timeline(scope)
             )

@@ -13,7 +13,6 @@ from router.chat_messages import check_messages
 from router.field_rules import ListOf, Rule, Text, TokenId
 from router.http_body import read_json_bytes
 from router.http_errors import as_tandem_error, error_body, error_headers
-from router.json_body import parse_json_object
 from router.limits import MAX_NAME_CHARS, ServingLimits, check_fields, check_prompt_text
 from router.prompt_encoder import PromptEncoder
 
@@ -23,13 +22,19 @@ JSON_TYPE = b"application/json"
 class TokenEndpoint:
     """A path that turns one JSON object into another, as an ASGI application."""
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]], max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+        encoder: PromptEncoder,
+        max_body_bytes: int,
+    ) -> None:
         self._answer = answer
+        self._encoder = encoder
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = parse_json_object(await read_json_bytes(scope, receive, self._max_body_bytes))
+            body = await self._encoder.parse(await read_json_bytes(scope, receive, self._max_body_bytes))
             answer = json.dumps(await self._answer(body)).encode()
         except RequestCancelled:
             return

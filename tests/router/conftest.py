@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 
 from cluster.membership_state import ChangeKind, MembershipChange
 from cluster.router_settings import RouterSettings
@@ -82,6 +83,13 @@ class RunningRouter:
         await self.core.stop()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One event loop for all of these tests: gRPC's poller of a loop that is closed disturbs the next one."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and pytest_asyncio.is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
 StartRouter = Callable[..., Awaitable[RunningRouter]]
 
 
@@ -93,7 +101,7 @@ def socket_directory() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def start_router(socket_directory: Path) -> AsyncIterator[StartRouter]:
     """`await start_router(max_concurrent_requests=1)`: a router without workers; stopped when the test ends."""
     running: list[RunningRouter] = []
@@ -108,7 +116,7 @@ async def start_router(socket_directory: Path) -> AsyncIterator[StartRouter]:
         await router.stop()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def router(start_router: StartRouter) -> RunningRouter:
     """A router with one decode and one prefill worker."""
     router = await start_router()
@@ -117,7 +125,7 @@ async def router(start_router: StartRouter) -> RunningRouter:
     return router
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def http(router: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
         yield client

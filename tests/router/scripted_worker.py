@@ -163,6 +163,7 @@ class ScriptedWorker:
 class _Session(worker_pb2_grpc.DecodeWorkerServicer):
     def __init__(self, worker: ScriptedWorker) -> None:
         self._worker = worker
+        self._one_writer = asyncio.Lock()
 
     async def Session(  # type: ignore[override]
         self, messages: AsyncIterator[worker_pb2.RouterMessage], context: Any
@@ -195,7 +196,8 @@ class _Session(worker_pb2_grpc.DecodeWorkerServicer):
         failure = worker.refuse(submit) if worker.refuse is not None else None
         if failure is not None:
             failed = worker_pb2.RequestFailed(request_id=submit.request_id, fence=submit.fence, failure=failure)
-            await context.write(worker_pb2.DecodeMessage(failed=failed))
+            async with self._one_writer:
+                await context.write(worker_pb2.DecodeMessage(failed=failed))
             return
         num_sent = 0
         for step in worker.steps(submit):
@@ -211,7 +213,8 @@ class _Session(worker_pb2_grpc.DecodeWorkerServicer):
                 events=[] if step.event is None else [step.event],
                 load=worker.load(),
             )
-            await context.write(worker_pb2.DecodeMessage(step=columns))
+            async with self._one_writer:
+                await context.write(worker_pb2.DecodeMessage(step=columns))
             num_sent += len(step.token_ids)
             worker.num_tokens_sent += len(step.token_ids)
             worker.changed.set()

@@ -1,0 +1,143 @@
+"""What is refused, as one table: field, value, and what the answer says. HTTP and gRPC tests run the same rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.router.byte_tokenizer import MAX_MODEL_LEN, VOCAB_SIZE
+
+BIG = 2**63
+
+
+@dataclass(frozen=True)
+class Row:
+    """One field with one wrong value, in an otherwise good completion request."""
+
+    field: str
+    value: Any
+    code: str = "invalid_request"
+    status: int = 400
+    param: str = ""
+
+    @property
+    def named(self) -> str:
+        return self.param or self.field
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value!r}"[:60]
+
+
+def _numbers(field: str, low: float, high: float, step: float, *, excludes_low: bool = False) -> list[Row]:
+    below = low if excludes_low else low - step
+    wrong: list[Any] = [below, high + step, -1e308, 1e308, True, False, "1", [], {}]
+    return [Row(field, value) for value in wrong]
+
+
+def _integers(field: str, low: int, high: int) -> list[Row]:
+    wrong: list[Any] = [low - 1, high + 1, 1.5, 1.0, True, False, "1", [], {}, BIG]
+    return [Row(field, value) for value in wrong]
+
+
+# The whole of `limits`, at one below, one above, and with the wrong types.
+WRONG_VALUES: list[Row] = [
+    *_numbers("temperature", 0, 2, 0.001),
+    *_numbers("top_p", 0, 1, 0.001, excludes_low=True),
+    *_numbers("min_p", 0, 1, 0.001),
+    *_numbers("presence_penalty", -2, 2, 0.001),
+    *_numbers("frequency_penalty", -2, 2, 0.001),
+    *_numbers("repetition_penalty", 0, 2, 0.001, excludes_low=True),
+    *_integers("n", 1, 8),
+    Row("n", 129),
+    Row("n", 10**9),
+    Row("n", -1),
+    *_integers("max_tokens", 1, 2**31 - 1),
+    *_integers("top_k", 1, VOCAB_SIZE),
+    Row("top_k", -2),
+    *_integers("logprobs", 0, 20),
+    Row("prompt_logprobs", -1),
+    Row("prompt_logprobs", 21),
+    Row("prompt_logprobs", VOCAB_SIZE - 1),
+    Row("prompt_logprobs", True),
+    Row("seed", BIG),
+    Row("seed", 1.0),
+    Row("seed", True),
+    Row("seed", "1"),
+    *_integers("min_tokens", 0, MAX_MODEL_LEN),
+    *_integers("priority", -100, 100),
+    Row("ignore_eos", 0),
+    Row("ignore_eos", 1),
+    Row("ignore_eos", "true"),
+    *[Row("echo", value) for value in (0, "yes")],
+    *[Row("stream", value) for value in (0, 1, "true")],
+    Row("stop", ""),
+    Row("stop", ["a", ""]),
+    Row("stop", ["a"] * 5),
+    Row("stop", "a" * 257),
+    Row("stop", [1]),
+    Row("stop", True),
+    Row("stop", {"a": 1}),
+    Row("stop_token_ids", [VOCAB_SIZE], "invalid_token_id"),
+    Row("stop_token_ids", [-1], "invalid_token_id"),
+    Row("stop_token_ids", [True], "invalid_token_id"),
+    Row("stop_token_ids", [1.0], "invalid_token_id"),
+    Row("stop_token_ids", [1] * 17),
+    Row("stop_token_ids", 1),
+    Row("logit_bias", {str(VOCAB_SIZE): 1}, "invalid_token_id"),
+    Row("logit_bias", {"-1": 1}, "invalid_token_id"),
+    Row("logit_bias", {"a": 1}, "invalid_token_id"),
+    Row("logit_bias", {"1.0": 1}, "invalid_token_id"),
+    Row("logit_bias", {"1": 100.5}),
+    Row("logit_bias", {"1": True}),
+    Row("logit_bias", {"1": "1"}),
+    Row("logit_bias", [1]),
+    Row("logit_bias", {str(key % VOCAB_SIZE) + " " * (key // VOCAB_SIZE): 0 for key in range(1025)}),
+    Row("user", 1),
+    Row("user", "u" * 257),
+    Row("cache_salt", ""),
+    Row("prompt", None),
+    Row("prompt", 7),
+    Row("prompt", []),
+    Row("prompt", {}),
+    Row("prompt", [[]]),
+    Row("prompt", ["a", 1]),
+    Row("prompt", ["a"] * 129),
+    Row("prompt", [VOCAB_SIZE], "invalid_token_id"),
+    Row("prompt", [-1], "invalid_token_id"),
+    Row("prompt", [1, True], "invalid_token_id"),
+    Row("prompt", [1, 2.0], "invalid_token_id"),
+    Row("prompt", [BIG], "invalid_token_id"),
+    Row("prompt", [[1], "a"]),
+    Row("prompt", ""),
+    Row("prompt", "a" * (MAX_MODEL_LEN), "context_length_exceeded"),
+    Row("prompt", "a" * (16 * MAX_MODEL_LEN + 1), "context_length_exceeded"),
+    Row("prompt", [1] * 400_000, "context_length_exceeded"),
+    Row("max_tokens", MAX_MODEL_LEN, "context_length_exceeded", param="prompt"),
+    Row("model", "gpt-9", "model_not_found", 404),
+    Row("model", "m" * 300),
+    Row("model", 7),
+    Row("model", None),
+    Row("stream_options", {"include_usage": True}),
+    Row("stream_options", []),
+    Row("unheard_of", 1, "unknown_parameter"),
+    Row("Temperature", 1, "unknown_parameter"),
+    Row("best_of", 1_000_000, "unsupported_parameter"),
+    Row("suffix", "x", "unsupported_parameter"),
+    Row("response_format", {"type": "json_object"}, "unsupported_parameter"),
+    Row("tools", [{"type": "function"}], "unsupported_parameter"),
+    Row("guided_regex", "a+", "unsupported_parameter"),
+    *[
+        Row(field, value, "unsupported_parameter")
+        for field, value in (
+            ("kv_transfer_params", {"remote_host": "evil"}),
+            ("remote_block_ids", [1, 2]),
+            ("bootstrap_host", "evil"),
+            ("block_hashes", ["00"]),
+            ("prompt_embeds", "AAAA"),
+            ("chat_template", "{% for i in range(10**9) %}x{% endfor %}"),
+            ("chat_template_kwargs", {"tokenize": True}),
+            ("generated_token_ids", [1]),
+            ("data_parallel_rank", 0),
+        )
+    ],
+]
