@@ -23,6 +23,7 @@ from cluster.errors import (
     NoWorkersAvailable,
     RetryElsewhere,
     TandemError,
+    WorkerUnavailable,
 )
 from router.bookings import Booking
 from router.placement import Placement, PlacementPolicy, RequestView
@@ -91,7 +92,11 @@ class Dispatcher:
         try:
             self._place(sequence)
         except NoWorkersAvailable:
-            self._park(sequence, error)
+            # A worker that is gone may come back; one that has no room says so to everybody.
+            if isinstance(error, WorkerUnavailable):
+                self._park(sequence, error)
+            else:
+                sequence.fail(error)
 
     def _place(self, sequence: Sequence) -> None:
         now_s = self._clock()

@@ -49,7 +49,7 @@ class RunningRouter:
         return worker
 
     def new_worker(self, worker_id: str, role: str = "decode", incarnation: str = "one") -> ScriptedWorker:
-        return ScriptedWorker(f"unix:{self.directory}/{worker_id}", worker_id, incarnation, role)
+        return ScriptedWorker(f"unix:{self.directory}/{worker_id}", worker_id, f"{worker_id}-{incarnation}", role)
 
     def announce(self, worker: ScriptedWorker, kind: ChangeKind = ChangeKind.JOINED) -> None:
         self.core.registry.on_membership_change(MembershipChange(kind, worker.record()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,7 @@ class Step:
     event: worker_pb2.RequestEvent | None = None
 
 
-Script = Callable[[worker_pb2.SubmitRequest], Sequence[Step]]
+Script = Callable[[worker_pb2.SubmitRequest], Iterable[Step]]
 
 
 def position_logprobs(token_id: int, num_top: int) -> common_pb2.PositionLogprobs:
@@ -71,7 +71,7 @@ class ScriptedWorker:
     # Awaited before each step with (request, number of tokens so far).
     pace: Callable[[worker_pb2.SubmitRequest, int], Any] | None = None
     refuse: Callable[[worker_pb2.SubmitRequest], common_pb2.Failure | None] | None = None
-    die_after_tokens: dict[str, int] = field(default_factory=dict)  # incarnation -> tokens, then the stream breaks
+    die_after_tokens: int | None = None  # then the stream breaks
     submits: list[worker_pb2.SubmitRequest] = field(default_factory=list)
     cancels: list[worker_pb2.CancelRequest] = field(default_factory=list)
     num_tokens_sent: int = 0
@@ -119,9 +119,9 @@ class ScriptedWorker:
                 self.changed.clear()
                 await self.changed.wait()
 
-    def steps(self, submit: worker_pb2.SubmitRequest) -> list[Step]:
+    def steps(self, submit: worker_pb2.SubmitRequest) -> Iterable[Step]:
         if self.script is not None:
-            return list(self.script(submit))
+            return self.script(submit)
         sampling = submit.sampling
         first = len(submit.generated_token_ids)
         steps = []
@@ -203,8 +203,7 @@ class _Session(worker_pb2_grpc.DecodeWorkerServicer):
         for step in worker.steps(submit):
             if worker.pace is not None:
                 await worker.pace(submit, num_sent)
-            limit = worker.die_after_tokens.get(worker.incarnation)
-            if limit is not None and num_sent >= limit:
+            if worker.die_after_tokens is not None and num_sent >= worker.die_after_tokens:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
             columns = worker_pb2.StepTokens(
                 request_ids=[submit.request_id],

@@ -1,0 +1,145 @@
+"""Who may ask: Host and Origin on loopback, keys elsewhere, on every route there is."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.errors import StartupError
+from cluster.identity import Tenant
+from router.tenants import ApiKeys, InvalidApiKey, read_api_keys, scope_key
+from tests.router.conftest import MODEL, RunningRouter, StartRouter
+
+KEY = "tdm-secret"
+BODY = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+
+
+def _keys() -> ApiKeys:
+    return ApiKeys(
+        {
+            hashlib.sha256(KEY.encode()).digest(): Tenant("alice"),
+            hashlib.sha256(b"tdm-other").digest(): Tenant("bob"),
+        }
+    )
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "LOCALHOST"])
+async def test_loopback_names_are_answered(host: str, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/livez", headers={"host": host})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "10.0.0.1", "localhost:x"]
+)
+async def test_s_b31_other_hosts_are_refused_so_that_no_rebound_name_reaches_us(
+    host: str, http: httpx.AsyncClient
+) -> None:
+    answer = await http.post("/v1/completions", json=BODY, headers={"host": host})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (403, "Host")
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost.evil.example", "file://"])
+async def test_other_sites_may_not_use_the_server(origin: str, router: RunningRouter, http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json=BODY, headers={"origin": origin})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (403, "Origin")
+    assert not router.workers[-1].submits
+    assert (await http.get("/livez", headers={"origin": "http://localhost:3000"})).status_code == 200
+
+
+async def test_every_response_carries_security_headers(http: httpx.AsyncClient) -> None:
+    for answer in (
+        await http.get("/livez"),
+        await http.get("/nothing"),
+        await http.post("/v1/completions", json=BODY),
+        await http.post("/v1/completions", json={}),
+        await http.get("/livez", headers={"host": "evil.example"}),
+    ):
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["x-frame-options"] == "DENY"
+        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
+        assert "server" not in answer.headers
+
+
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/models", f"/v1/models/{MODEL}", "/tokenize", "/detokenize",
+    "/readyz", "/metrics", "/statusz", "/openapi.json", "/nothing",
+)  # fmt: skip
+DISGUISES = ("{}", "{}/", "/{}", "/x/..{}", "/livez/..{}", "/livez%2f..{}", "{}?key=x", "/LIVEZ{}")
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+
+
+async def test_s_b38_every_route_and_method_needs_a_key_but_livez(start_router: StartRouter) -> None:
+    router = await start_router(keys=_keys())
+    async with httpx.AsyncClient(base_url=router.url) as http:
+        for path in PATHS:
+            for disguise in DISGUISES:
+                for method in METHODS if disguise == "{}" else ("GET", "POST"):
+                    request = http.build_request(method, router.url + "/x", content=b"{}")
+                    request.url = httpx.URL(router.url).copy_with(raw_path=disguise.format(path).encode())
+                    answer = await http.send(request)
+                    assert answer.status_code == 401, (method, disguise, path)
+        assert (await http.get("/livez")).status_code == 200
+
+
+async def test_s_b37_right_keys_name_their_tenant_and_wrong_ones_are_401(start_router: StartRouter) -> None:
+    router = await start_router(keys=_keys())
+    worker = await router.add_worker(router.new_worker("decode-a"))
+    async with httpx.AsyncClient(base_url=router.url) as http:
+        for key in ("tdm-secre", "tdm-secret2", "Tdm-secret", "bob", "alice"):
+            answer = await http.post("/v1/completions", json=BODY, headers={"authorization": f"Bearer {key}"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        basic = await http.post("/v1/completions", json=BODY, headers={"authorization": f"Basic {KEY}"})
+        assert basic.status_code == 401
+        for key in (KEY, "tdm-other"):
+            answer = await http.post("/v1/completions", json=BODY, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+    alice, bob = worker.submits
+    assert (alice.tenant, bob.tenant) == ("alice", "bob")
+    assert alice.scope.scope_key != bob.scope.scope_key
+
+
+def test_s_b41_rt22_scopes_differ_by_tenant_and_salt_and_parts_do_not_run_together() -> None:
+    keys = {
+        scope_key(b"secret", Tenant(tenant), salt)
+        for tenant, salt in (("a", ""), ("b", ""), ("a", "x"), ("b", "x"), ("ab", ""), ("a", "b"), ("", "ab"))
+    }
+    assert len(keys) == 7
+    assert all(len(key) == 16 for key in keys)
+    assert scope_key(b"secret", Tenant("a"), "x") == scope_key(b"secret", Tenant("a"), "x")
+    assert scope_key(b"other", Tenant("a"), "x") not in keys
+
+
+async def test_the_same_tenant_and_salt_share_a_scope(router: RunningRouter, http: httpx.AsyncClient) -> None:
+    for salt in (None, None, "x", "x", "y"):
+        await http.post("/v1/completions", json={**BODY, "cache_salt": salt})
+    scopes = [submit.scope.scope_key for submit in router.workers[-1].submits]
+    assert scopes[0] == scopes[1]
+    assert scopes[2] == scopes[3]
+    assert len(set(scopes)) == 3
+
+
+def _write(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_key_file_is_read_and_its_faults_are_one_line(tmp_path: Path) -> None:
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    keys = read_api_keys(_write(tmp_path / "good", f"# a comment\n\nalice {digest}\n"))
+    assert keys.tenant_of(f"Bearer {KEY}") == "alice"
+    with pytest.raises(InvalidApiKey):
+        keys.tenant_of("Bearer x")
+    for name, text, mode, what in (
+        ("open", f"alice {digest}\n", 0o644, "chmod 600"),
+        ("empty", "", 0o600, "tandem key create"),
+        ("plain", f"alice {KEY}\n", 0o600, "line 1"),
+    ):
+        with pytest.raises(StartupError, match=what):
+            read_api_keys(_write(tmp_path / name, text, mode))
+    with pytest.raises(StartupError, match="cannot read"):
+        read_api_keys(tmp_path / "missing")
