@@ -93,10 +93,9 @@ def _as_fields(field: str, value: Any) -> dict[str, Any] | None:
     if field in ("stop", "stop_token_ids") and not isinstance(value, list):
         return None  # protobuf would take a string's letters, or an object's keys, for a list
     if field == "logit_bias" and isinstance(value, dict):
-        try:
-            value = {int(key): bias for key, bias in value.items() if not isinstance(bias, bool)}
-        except ValueError:
-            return None
+        if any(isinstance(bias, bool) or not key.removeprefix("-").isdigit() for key, bias in value.items()):
+            return None  # protobuf takes true for 1.0, and has no keys but numbers
+        value = {int(key): bias for key, bias in value.items()}
     try:
         inference_pb2.GenerateRequest(**{field: value})
     except (TypeError, ValueError):
