@@ -1,6 +1,6 @@
 """A decode worker put together: engine, reservations, peers, the Session service, and what it says about itself.
 
-routers ──Session──> SessionService ──> RequestFlow ──> Reservations, PrefillPeers, KvArrivals ──> Engine
+routers ──Session──> SessionService ──> RequestFlow ──> PromptLanding ──> Reservations, peers; Engine
                           ^                                                                         │
                           └────────────────── EngineOutputs <── engine thread <─────────────────────┘
 """
@@ -23,9 +23,10 @@ from cluster.worker_counters import WorkerCounters
 from cluster.worker_process import WorkerContext
 from decode_worker.decode_metrics import DecodeMetrics
 from decode_worker.engine_outputs import EngineOutputs
-from decode_worker.kv_arrivals import KvArrivals
+from decode_worker.kv_landings import DecodeHandshake, KvLandings
 from decode_worker.live_requests import LiveRequests
 from decode_worker.prefill_peers import PrefillPeers
+from decode_worker.prompt_landing import LandingResources
 from decode_worker.request_check import AcceptedRequest, WorkerLimits
 from decode_worker.request_flow import FlowResources, RequestFlow
 from decode_worker.request_timeline import RequestTimeline
@@ -36,6 +37,7 @@ from engine.worker_engine import WorkerEngine, load_report, open_engine
 from kv_transfer.endpoints import ReceivingEnds, read_host_id
 from kv_transfer.hello import HandoffIdentity
 from kv_transfer.landing_table import LandingTable
+from kv_transfer.protocol_limits import ProtocolLimits
 
 STOP_ENGINE_TIMEOUT_S = 5.0
 # KV listens on loopback: on several hosts the address to listen on comes with the settings of that deployment.
@@ -64,19 +66,21 @@ class DecodeNode:
         self._counters = WorkerCounters(WorkerMetrics(self._registry, parts.model_name, settings.worker_id))
         self._metrics_server: MetricsServer | None = None
         self._reservations = Reservations(parts.pool, max_waiting=settings.max_waiting)
-        self._arrivals = _open_arrivals(context, parts)
-        self._peers = PrefillPeers(
-            lambda target: open_channel(target, context.security), self._arrivals, self.load_report
+        self._table = LandingTable(parts.built.memory)
+        self._ends = _open_ends(context, self._table)
+        handshake = DecodeHandshake(_identity(context, parts), self._ends, parts.built.memory.size_bytes)
+        self._peers = PrefillPeers(lambda target: open_channel(target, context.security), handshake, self.load_report)
+        metrics = DecodeMetrics(self._counters, fallbacks)
+        self._landings = KvLandings(
+            LandingResources(self._reservations, self._peers, self._table, parts.layout, metrics, ProtocolLimits())
         )
         self._view = MembershipView(context.redis, self._peers.on_membership) if context.redis is not None else None
         self._outputs = EngineOutputs(self.live, self._counters)
         self._sessions = SessionService(self)
         self._resources = FlowResources(
             engine=parts.engine,
-            reservations=self._reservations,
-            peers=self._peers,
-            arrivals=self._arrivals,
-            metrics=DecodeMetrics(self._counters, fallbacks),
+            landings=self._landings,
+            metrics=metrics,
         )
 
     @classmethod
@@ -114,7 +118,7 @@ class DecodeNode:
         if self._view is not None:
             await self._view.stop()
         await self._peers.close()
-        self._arrivals.close()
+        self._ends.close()
         self._parts.close(STOP_ENGINE_TIMEOUT_S)
         if self._metrics_server is not None:
             self._metrics_server.close()
@@ -129,7 +133,7 @@ class DecodeNode:
         report = load_report(self._parts.engine.load())
         report.waiting_requests += self._reservations.num_waiting
         report.waiting_tokens += self._reservations.waiting_tokens
-        report.reserved_blocks = self._arrivals.reserved_blocks
+        report.reserved_blocks = self._landings.reserved_blocks
         report.draining = self.is_draining
         report.admission_stopped = self._reservations.is_admission_stopped
         return report
@@ -141,7 +145,7 @@ class DecodeNode:
         record = self._parts.record(self._context)
         record.load.CopyFrom(self.load_report())
         self._counters.show_load(record.load, self._parts.pool.census().conservation_error)
-        self._arrivals.show(self._counters)
+        self._landings.show(self._counters)
         record.host_id = read_host_id()
         record.ready = not self.is_draining
         record.refused.extend(self._peers.refused())
@@ -153,27 +157,28 @@ class DecodeNode:
     def status(self) -> worker_pb2.WorkerStatus:
         status = self._parts.status(self._context)
         status.load.CopyFrom(self.load_report())
-        status.active_transfers = self._arrivals.num_active
+        status.active_transfers = self._landings.num_active
         status.fallbacks.extend(self._fallbacks.to_messages())
         status.peers.extend(self._peers.status())
-        status.counters.update(self._counters.as_numbers() | self._arrivals.counters())
+        status.counters.update(self._counters.as_numbers() | self._landings.counters())
         status.uptime_s = time.monotonic() - self._started_at
         return status
 
 
-def _open_arrivals(context: WorkerContext, parts: WorkerEngine) -> KvArrivals:
-    settings, layout = context.settings, parts.layout
-    identity = HandoffIdentity(
-        worker_id=WorkerId(settings.worker_id),
+def _identity(context: WorkerContext, parts: WorkerEngine) -> HandoffIdentity:
+    return HandoffIdentity(
+        worker_id=WorkerId(context.settings.worker_id),
         incarnation=context.incarnation,
         role=context.identity.role,
         model_fingerprint=parts.config.fingerprint,
-        layout=layout,
-        hash_test_vector=hash_test_vector(layout.block_tokens),
+        layout=parts.layout,
+        hash_test_vector=hash_test_vector(parts.layout.block_tokens),
         host_id=read_host_id(),
     )
-    table = LandingTable(parts.built.memory)
+
+
+def _open_ends(context: WorkerContext, table: LandingTable) -> ReceivingEnds:
+    settings = context.settings
     # An aggregated worker asks nobody, so it listens for nobody.
     transports = settings.transports if settings.role == "decode" else ()
-    ends = ReceivingEnds(transports, settings.runtime_dir, settings.worker_id, table, LISTEN_HOST)
-    return KvArrivals(identity, table, ends, parts.built.memory.size_bytes)
+    return ReceivingEnds(transports, settings.runtime_dir, settings.worker_id, table, LISTEN_HOST)

@@ -63,6 +63,10 @@ class TransferListener(Protocol):
 
     def on_message(self, message: handoff_pb2.PrefillToDecode) -> None: ...
 
+    def listed(self, ref: TransferRef, is_listed: bool) -> None:
+        """Whether P's own list of live attempts has this one."""
+        ...
+
     def peer_gone(self, reason: str) -> None: ...
 
 
@@ -120,6 +124,7 @@ class PrefillPeer:
         self._retry_now = asyncio.Event()
         self._last_expected = Incarnation("")
         self._is_retired = False
+        self._hang_up_reason = ""
         self._unanswered_pings = 0
         self._task = asyncio.create_task(self._keep_connected(), name=f"peer {worker_id}")
 
@@ -171,6 +176,11 @@ class PrefillPeer:
             state=self.state.value,
             reason=self.reason,
         )
+
+    def hang_up(self, reason: str) -> None:
+        """Ends the stream: the peer must let go of everything of ours. It is connected to anew."""
+        self._hang_up_reason = reason
+        self._retry_now.set()
 
     def retire(self) -> None:
         """Membership lists it no more: what runs on its stream goes on, but a broken stream is the end."""
@@ -270,6 +280,9 @@ class PrefillPeer:
             raise self._unavailable(f"incarnation changed to {pong.incarnation}")
         self._unanswered_pings = 0
         self.remote_load = pong.load
+        listed = {TransferRef.of(key) for key in pong.live}
+        for ref, listener in list(self._listeners.items()):
+            listener.listed(ref, ref in listed)
 
     async def _write(self, stream: HandoffCall) -> None:
         while True:
@@ -290,7 +303,8 @@ class PrefillPeer:
 
     async def _wait_for_replacement(self) -> None:
         await self._retry_now.wait()
-        raise self._unavailable("another incarnation has its name now")
+        reason, self._hang_up_reason = self._hang_up_reason, ""
+        raise self._unavailable(reason or "another incarnation has its name now")
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):

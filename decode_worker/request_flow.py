@@ -21,22 +21,16 @@ from tandem.v1 import common_pb2, worker_pb2
 from cluster.errors import (
     DeadlineExceeded,
     EngineFailure,
-    NoWorkersAvailable,
     TandemError,
     WorkerUnavailable,
 )
-from cluster.identity import Incarnation, WorkerId, new_transfer_id
 from decode_worker.decode_metrics import DecodeMetrics
-from decode_worker.kv_arrival import ArrivalFailed, ArrivalRejected, Landed
-from decode_worker.prefill_peer import PrefillPeer
-from decode_worker.prefill_peers import PrefillPeers
+from decode_worker.prompt_landing import Landed, PromptLanding
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestMoment, RequestTimeline
-from decode_worker.reservations import Reservation, Reservations
 from decode_worker.step_tokens import FINISH_REASONS, StepEntry
 from engine import logprob_messages
 from engine.request import EngineRequest, FinishReason, LandedPrompt, SequenceOutput, ServingEngine
-from kv_transfer.transfer_ref import TransferRef
 
 if TYPE_CHECKING:
     from decode_worker.router_session import RouterSession
@@ -44,18 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PromptArrivals(Protocol):
-    """Gets a prompt's KV from a prefill worker (`kv_arrivals.KvArrivals`)."""
+class Landings(Protocol):
+    """Gets prompts' KV from prefill workers (`kv_landings.KvLandings`)."""
 
-    async def fetch(
-        self,
-        ref: TransferRef,
-        peer: PrefillPeer,
-        request: AcceptedRequest,
-        reservation: Reservation,
-        timeline: RequestTimeline,
-    ) -> Landed:
-        """Raises `ArrivalRejected` (the reservation is whole) or `ArrivalFailed` (it is given away)."""
+    def open(self, request: AcceptedRequest, timeline: RequestTimeline) -> PromptLanding: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +49,7 @@ class FlowResources:
     """What every flow of a worker shares."""
 
     engine: ServingEngine
-    reservations: Reservations
-    peers: PrefillPeers
-    arrivals: PromptArrivals
+    landings: Landings
     metrics: DecodeMetrics
 
 
@@ -84,9 +68,7 @@ class RequestFlow:
         self._task: asyncio.Task[None] | None = None
         self._cancel_reason = ""
         self._is_in_engine = False
-        self._reservation: Reservation | None = None
-        self._transfer_id = new_transfer_id()
-        self._epoch = 0
+        self._landing: PromptLanding | None = None
         self._num_generated = request.num_generated
         timeline.mark(RequestMoment.RECEIVED)
 
@@ -117,8 +99,8 @@ class RequestFlow:
         finally:
             if self._is_in_engine:
                 self._resources.engine.cancel(self.request.engine_id)
-            if self._reservation is not None:
-                self._reservation.give_back()
+            if self._landing is not None:
+                self._landing.cancel()
         if self._cancel_reason:
             self._tell_cancelled()
 
@@ -134,49 +116,11 @@ class RequestFlow:
         """The prompt with its KV here; None when the engine shall prefill it."""
         if not self.request.placements:
             return None
-        failure: TandemError = NoWorkersAvailable("no prefill worker answered", stage="prefill")
-        for placement in self.request.placements:
-            self._epoch += 1
-            try:
-                return await self._fetch(placement, await self._reserved())
-            except ArrivalRejected as rejected:  # nothing was written: the next P gets the same blocks
-                failure = rejected.error
-            except ArrivalFailed as failed:  # the arrival has given the blocks away, safely
-                failure = failed.error
-            self._resources.metrics.attempt_failed(failure)
-            logger.warning("request %s: %s", self.request.engine_id, failure.message)
-        self._fall_back(failure)
-        return None
-
-    async def _reserved(self) -> Reservation:
-        """The blocks of the attempt before, when nobody wrote into them, else fresh ones."""
-        if self._reservation is None or self._reservation.is_given_back:
-            self._reservation = await self._resources.reservations.take(self.request)
-            self.timeline.mark(RequestMoment.RESERVED)
-        return self._reservation
-
-    async def _fetch(self, placement: worker_pb2.PrefillPlacement, reservation: Reservation) -> Landed:
-        """Asks one P and waits. Raises `ArrivalRejected` (the reservation is whole) or `ArrivalFailed` (it is gone)."""
-        try:
-            peer = await self._resources.peers.ready(
-                WorkerId(placement.worker_id), Incarnation(placement.incarnation), placement.control_address
-            )
-        except WorkerUnavailable as error:
-            raise ArrivalRejected(error) from None
-        ref = TransferRef(self._transfer_id, self._epoch)
-        landed = await self._resources.arrivals.fetch(ref, peer, self.request, reservation, self.timeline)
-        self._resources.metrics.landed(self.timeline)
+        self._landing = self._resources.landings.open(self.request, self.timeline)
+        landed = await self._landing.land()
+        if self._landing.local_reason is not None:
+            self._resources.metrics.prefilled_locally(self._landing.local_reason)
         return landed
-
-    def _fall_back(self, failure: TandemError) -> None:
-        """No placement is left: the engine prefills, where that is allowed. Raises `failure` where it is not."""
-        if not self.request.allow_local_prefill:
-            raise failure
-        if self._reservation is not None:
-            self._reservation.give_back()  # the engine takes its own, and finds what was salvaged in the prefix cache
-        self._resources.metrics.prefilled_locally(failure)
-        self.timeline.prefill_worker_id = ""
-        self.timeline.transport = ""
 
     def _submit(self, landed: LandedPrompt | None) -> None:
         request = self.request
@@ -191,8 +135,8 @@ class RequestFlow:
         )
         self._resources.engine.submit(engine_request)
         self._is_in_engine = True
-        if landed is not None and self._reservation is not None:
-            self._reservation.hand_over()
+        if landed is not None and self._landing is not None:
+            self._landing.admitted()
 
     def _send_first_token(self, landed: Landed) -> None:
         """The token that came with the KV goes out at once; the engine knows it and gives the ones after it."""

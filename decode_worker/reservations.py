@@ -32,7 +32,7 @@ OVERLOAD_RETRY_AFTER_S = 1.0
 
 @dataclass(slots=True)
 class Reservation:
-    """One request's blocks. Owned by its flow, until the engine takes them or they are given back (idempotent)."""
+    """One request's blocks, as they were taken. Owned by its landing."""
 
     pool: BlockPool
     chain: PrefixChain
@@ -40,50 +40,19 @@ class Reservation:
     matched: list[BlockRef]  # a cached prefix, shared
     fresh: list[BlockRef]  # ours alone: the rest of the prompt, look-ahead, one decode block
     num_prompt_blocks: int
-    is_given_back: bool = False
 
     @property
     def have_tokens(self) -> int:
         return len(self.matched) * self.pool.block_tokens
 
     @property
-    def blocks(self) -> tuple[BlockRef, ...]:
-        """The block table, prompt first."""
-        return (*self.matched, *self.fresh)
-
-    @property
     def destination(self) -> list[BlockRef]:
         """Where the missing part of the prompt goes."""
         return self.fresh[: self.num_prompt_blocks - len(self.matched)]
 
-    def hand_over(self) -> None:
-        """The engine owns the blocks now."""
-        self.is_given_back = True
-
     def give_back(self) -> None:
-        """Nobody can write into the blocks any more."""
-        if not self.is_given_back:
-            self.is_given_back = True
-            self.pool.release([*self.matched, *self.fresh])
-
-    def salvage(self, num_tokens: int) -> int:
-        """Keeps what arrived and verified: full blocks of the first `num_tokens` tokens enter the prefix cache, where
-        the next attempt finds them. Gives the tokens kept beyond what was cached before."""
-        num_kept = num_tokens // self.pool.block_tokens - len(self.matched)
-        if num_kept <= 0:
-            return 0
-        self.pool.publish(self.chain, self.token_ids, [*self.matched, *self.fresh], num_tokens)
-        return num_kept * self.pool.block_tokens
-
-    def split_for_quarantine(self, num_verified_tokens: int) -> list[BlockRef]:
-        """Gives back all but the destination blocks that a peer may still write into; those go to quarantine."""
-        self.is_given_back = True
-        first = max(0, num_verified_tokens // self.pool.block_tokens - len(self.matched))
-        suspect = self.destination[first:]
-        harmless = [*self.matched, *self.fresh[:first], *self.fresh[len(self.destination) :]]
-        self.pool.quarantine(suspect)
-        self.pool.release(harmless)
-        return suspect
+        """Nobody has asked for anything to be written into the blocks."""
+        self.pool.release([*self.matched, *self.fresh])
 
 
 @dataclass(order=True, slots=True)
@@ -114,6 +83,10 @@ class Reservations:
         self._loop = asyncio.get_running_loop()
         self._is_retry_due = False
         pool.add_freed_listener(self._blocks_freed)
+
+    @property
+    def pool(self) -> BlockPool:
+        return self._pool
 
     @property
     def num_waiting(self) -> int:

@@ -36,6 +36,7 @@ class Arrived:
     is_complete: bool
     missing: tuple[CellRange, ...]
     num_frames: int
+    num_bad_frames: int  # among them: their digest differs
     num_bytes: int
     root_digest: bytes
     num_complete_blocks: int
@@ -63,6 +64,7 @@ class _Landing:
     pins: int = 0
     on_silent: Callable[[], None] | None = None
     digests: dict[int, bytes] = field(default_factory=dict)
+    num_bad_frames: int = 0
     num_bytes: int = 0
 
 
@@ -103,6 +105,7 @@ class LandingTable:
                 landing.coverage.is_complete,
                 landing.coverage.missing(),
                 len(landing.digests),
+                landing.num_bad_frames,
                 landing.num_bytes,
                 root_digest([landing.digests[seq] for seq in sorted(landing.digests)]),
                 landing.coverage.num_complete_blocks(),
@@ -177,6 +180,7 @@ class LandingTable:
                 if hmac.compare_digest(arrived_digest, header.digest):
                     landing.coverage.mark(_cells(header))
                 else:
+                    landing.num_bad_frames += 1
                     self._bad += 1
         if on_silent is not None:
             on_silent()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NoReturn
 
-from tandem.v1 import common_pb2, handoff_pb2, worker_pb2
+from tandem.v1 import common_pb2, worker_pb2
 
 from cluster.errors import WorkerUnavailable
 from cluster.fallbacks import Fallbacks
@@ -15,14 +15,11 @@ from cluster.worker_counters import WorkerCounters
 from decode_worker.decode_metrics import DecodeMetrics
 from decode_worker.engine_outputs import EngineOutputs
 from decode_worker.live_requests import LiveRequests
-from decode_worker.prefill_peers import PrefillPeers
 from decode_worker.request_check import AcceptedRequest, WorkerLimits
 from decode_worker.request_flow import FlowResources, RequestFlow
 from decode_worker.request_timeline import RequestTimeline
-from decode_worker.reservations import Reservations
 from decode_worker.router_session import RouterSession
 from decode_worker.session_service import SessionService
-from engine.block_pool import BlockPool
 from tests.decode_worker.counting_engine import VOCAB_SIZE, CountingEngine
 
 WORKER_ID = WorkerId("decode-0")
@@ -37,14 +34,10 @@ class SessionNode:
         self.live = LiveRequests()
         self.is_draining = False
         self.engine = engine
-        self.pool = BlockPool(num_blocks, 16, "test")
-        self.peers = PrefillPeers(_no_channel, _NoHandshake(), self.load_report)
         counters = WorkerCounters(WorkerMetrics(new_registry(), "counting", WORKER_ID))
         self._resources = FlowResources(
             engine=engine,
-            reservations=Reservations(self.pool, max_waiting=16),
-            peers=self.peers,
-            arrivals=_NoArrivals(),
+            landings=_NoLandings(),
             metrics=DecodeMetrics(counters, Fallbacks()),
         )
         self.service = SessionService(self)
@@ -59,24 +52,8 @@ class SessionNode:
 
     async def close(self) -> None:
         self.engine.stop(5.0)
-        await self.peers.close()
 
 
-class _NoHandshake:
-    def hello(self, peer: str) -> handoff_pb2.Hello:
-        return handoff_pb2.Hello()
-
-    def goodbye(self, hello: handoff_pb2.Hello) -> None:
-        return
-
-    def mismatches(self, answer: handoff_pb2.HelloAck) -> list[handoff_pb2.Mismatch]:
-        return []
-
-
-class _NoArrivals:
-    async def fetch(self, *_: object) -> NoReturn:
+class _NoLandings:
+    def open(self, request: AcceptedRequest, timeline: RequestTimeline) -> NoReturn:
         raise WorkerUnavailable("no prefill worker in this test")
-
-
-def _no_channel(target: str) -> NoReturn:
-    raise WorkerUnavailable(f"no prefill worker at {target} in this test")

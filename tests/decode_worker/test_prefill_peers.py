@@ -108,10 +108,14 @@ class Ear:
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue()
+        self.listings: list[bool] = []
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
         self.messages.put_nowait(message)
+
+    def listed(self, ref: TransferRef, is_listed: bool) -> None:
+        self.listings.append(is_listed)
 
     def peer_gone(self, reason: str) -> None:
         self.gone.set_result(reason)

@@ -34,6 +34,12 @@ def new_pool(num_blocks: int) -> BlockPool:
     return BlockPool(num_blocks, BLOCK_TOKENS, "test")
 
 
+def publish(reservation: Reservation, num_blocks: int) -> None:
+    """The first blocks verified."""
+    num_tokens = num_blocks * BLOCK_TOKENS
+    reservation.pool.publish(reservation.chain, reservation.token_ids, reservation.fresh, num_tokens)
+
+
 async def settle() -> None:
     """Lets everything that is due on the loop happen."""
     for _ in range(5):
@@ -63,10 +69,9 @@ async def test_reservation_holds_prompt_look_ahead_and_one_decode_block(
     pool = new_pool(200)
     reservations = Reservations(pool, max_waiting=4, lookahead_tokens=lookahead)
     reservation = await reservations.take(request("r", num_tokens, max_tokens=max_tokens))
-    assert len(reservation.blocks) == num_blocks
+    assert len(reservation.matched) + len(reservation.fresh) == num_blocks
     assert len(reservation.destination) == -(-num_tokens // BLOCK_TOKENS)
     assert pool.census().owned == num_blocks
-    reservation.give_back()
     reservation.give_back()
     assert pool.census().free == 200
 
@@ -77,8 +82,8 @@ async def test_kv2_cached_prefix_is_not_asked_for_again(num_cached_blocks: int) 
     reservations = Reservations(pool, max_waiting=4)
     wanted = request("r", 70)
     first = await reservations.take(wanted)
-    first.salvage(num_cached_blocks * BLOCK_TOKENS)
-    cached = first.blocks[:num_cached_blocks]
+    cached = first.fresh[:num_cached_blocks]
+    publish(first, num_cached_blocks)
     first.give_back()
     second = await reservations.take(wanted)
     assert second.have_tokens == num_cached_blocks * BLOCK_TOKENS
@@ -124,7 +129,7 @@ async def test_waiting_for_blocks_does_not_spin() -> None:
     reservations = Reservations(pool, max_waiting=4)
     held = await reservations.take(request("held", 16))
     cached = await reservations.take(request("cached", 17, max_tokens=1, first_token=300))
-    cached.salvage(16)
+    publish(cached, 1)
     cached.give_back()
     waiting = asyncio.create_task(reservations.take(request("w", 50, first_token=300)))
     await settle()
@@ -200,31 +205,14 @@ async def test_too_much_quarantine_stops_admission() -> None:
     pool = new_pool(8)
     reservations = Reservations(pool, max_waiting=4)
     reservation = await reservations.take(request("r", 60))
-    suspect = reservation.split_for_quarantine(0)
-    assert len(suspect) == 4
-    assert pool.census().quarantined == 4
+    pool.quarantine(reservation.fresh[:4])
     assert reservations.is_admission_stopped
     with pytest.raises(KvCapacityExhausted):
         await reservations.take(request("next", 1))
-    pool.unquarantine(suspect)
+    pool.unquarantine(reservation.fresh[:4])
+    pool.release(reservation.fresh[4:])
     (await reservations.take(request("next", 1))).give_back()
     assert pool.census().free == 8
-
-
-async def test_salvaged_prefix_is_spared_from_quarantine() -> None:
-    pool = new_pool(8)
-    reservations = Reservations(pool, max_waiting=4)
-    wanted = request("r", 60)
-    reservation = await reservations.take(wanted)
-    reservation.salvage(40)
-    suspect = reservation.split_for_quarantine(40)
-    assert [ref.block for ref in suspect] == [ref.block for ref in reservation.destination[2:]]
-    assert pool.census().cached == 2
-    pool.unquarantine(suspect)
-    again = await reservations.take(wanted)
-    assert again.have_tokens == 32
-    again.give_back()
-    assert pool.census().conservation_error == 0
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Reservation]]) -> None:

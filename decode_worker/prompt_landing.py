@@ -1,0 +1,467 @@
+"""A prompt's KV on its way to this worker: what the pure machine decides for one request, carried out.
+
+    reservations, peers, landing table, time ──events──> decode_transfer ──actions──> blocks, messages, the flow
+
+Frames land on a transport's thread; everything here runs on the event loop. A landing may outlive its request: blocks
+that a peer can still write into stay in quarantine until the machine hears that they cannot be reached any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tandem.v1 import handoff_pb2
+
+from cluster.errors import RetryElsewhere, TandemError, WorkerUnavailable, from_failure
+from cluster.identity import BlockRef, Incarnation, WorkerId, new_transfer_id
+from cluster.kv_layout import KvLayout
+from decode_worker.decode_metrics import DecodeMetrics
+from decode_worker.prefill_peer import PeerLink, TransferListener
+from decode_worker.request_check import AcceptedRequest
+from decode_worker.request_timeline import RequestMoment, RequestTimeline
+from decode_worker.reservations import Reservation, Reservations
+from engine import logprob_messages
+from engine.request import LandedPrompt, PositionLogprobs
+from kv_transfer import decode_events as on
+from kv_transfer.coverage import CellRange
+from kv_transfer.decode_state import DecodePhase, DecodeTransfer, TransferRequest
+from kv_transfer.decode_transfer import apply, next_tick_s
+from kv_transfer.landing_table import LandingTable
+from kv_transfer.protocol_limits import ProtocolLimits, ProtocolViolation
+from kv_transfer.transfer_ref import TransferRef
+from kv_transfer.transport import CancelGuarantee
+
+# What a request without a deadline of its own gets.
+DEFAULT_DEADLINE_S = 600.0
+
+logger = logging.getLogger(__name__)
+
+
+class TransferPeer(Protocol):
+    """The way to one prefill worker (`prefill_peer.PrefillPeer`)."""
+
+    worker_id: WorkerId
+    link: PeerLink | None
+
+    def register(self, ref: TransferRef, listener: TransferListener) -> None: ...
+
+    def unregister(self, ref: TransferRef) -> None: ...
+
+    def send(self, message: handoff_pb2.DecodeToPrefill) -> None:
+        """Raises `WorkerUnavailable`."""
+        ...
+
+    def hang_up(self, reason: str) -> None: ...
+
+
+class TransferPeers(Protocol):
+    """Finds the way to a prefill worker (`prefill_peers.PrefillPeers`)."""
+
+    async def ready(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> TransferPeer:
+        """Raises `WorkerUnavailable`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What a verified transfer gives. The blocks are the landing's until it hears `admitted`."""
+
+    prompt: LandedPrompt
+    prompt_logprobs: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LandingResources:
+    """What every landing of a worker shares."""
+
+    reservations: Reservations
+    peers: TransferPeers
+    table: LandingTable
+    layout: KvLayout
+    metrics: DecodeMetrics
+    limits: ProtocolLimits
+
+
+class PromptLanding:
+    """Implements `TransferListener`. One for each request that names prefill workers."""
+
+    def __init__(
+        self,
+        request: AcceptedRequest,
+        resources: LandingResources,
+        timeline: RequestTimeline,
+        on_over: Callable[[PromptLanding], None],
+    ) -> None:
+        self.local_reason: TandemError | None = None  # why this worker must prefill by itself
+        self._request = request
+        self._resources = resources
+        self._timeline = timeline
+        self._on_over = on_over
+        self._loop = asyncio.get_running_loop()
+        self._addresses = {
+            on.PeerRef(WorkerId(placement.worker_id), Incarnation(placement.incarnation)): placement.control_address
+            for placement in request.placements
+        }
+        deadline_s = self._loop.time() + (request.deadline_s or DEFAULT_DEADLINE_S)
+        self._transfer = DecodeTransfer(
+            TransferRequest(
+                transfer_id=new_transfer_id(),
+                candidates=tuple(self._addresses),
+                allow_local_prefill=request.allow_local_prefill,
+                deadline_s=deadline_s,
+                # Every destination block is reserved: P may send all of it ahead.
+                credit_bytes=-(-request.num_tokens // resources.layout.block_tokens) * resources.layout.block_bytes,
+                limits=resources.limits,
+            )
+        )
+        self._events: deque[on.DecodeEvent] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reserving: asyncio.Task[None] | None = None
+        self._reservation: Reservation | None = None
+        self._peer: TransferPeer | None = None
+        self._peer_ref: on.PeerRef | None = None
+        self._commit: handoff_pb2.Commit | None = None
+        self._is_offered = False  # to the engine
+        self._num_bad_before = 0  # of the attempt, at its last resend
+        self._outcome: asyncio.Future[Landed | None] = self._loop.create_future()
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks that wait for their KV."""
+        return len(self._transfer.destination) + len(self._transfer.spare)
+
+    async def land(self) -> Landed | None:
+        """The prompt with its KV here; None when this worker shall prefill it. Raises what went wrong in the end."""
+        self._apply(on.TransferWanted())
+        return await self._outcome
+
+    def admitted(self) -> None:
+        """The engine owns the blocks now."""
+        self._apply(on.EngineAdmitted())
+
+    def refused(self, error: TandemError) -> None:
+        """The engine did not take them."""
+        self._apply(on.EngineRefused(error))
+
+    def cancel(self) -> None:
+        """The request has ended; changes nothing when the landing has, too. Offered blocks that nobody took go back."""
+        self._apply(on.RequestCancelled())
+        if self._is_offered:
+            self._apply(on.EngineRefused(WorkerUnavailable("the request has ended")))
+
+    # --- what is heard ------------------------------------------------------------------------------------------------
+
+    def on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
+        match message.WhichOneof("message"):
+            case "accept":
+                self._apply(on.Accepted(TransferRef.of(message.accept.key)))
+            case "reject":
+                self._apply(on.Rejected(TransferRef.of(message.reject.key), _rejection(message.reject)))
+            case "progress":
+                self._apply(on.ProgressMade(TransferRef.of(message.progress.key)))
+            case "commit":
+                self._committed(message.commit)
+            case "drained":
+                self._apply(on.RankDrained(TransferRef.of(message.drained.key), message.drained.src_rank))
+
+    def listed(self, ref: TransferRef, is_listed: bool) -> None:
+        self._apply(on.PeerListed(ref, is_listed))
+
+    def peer_gone(self, reason: str) -> None:
+        if self._peer_ref is not None:
+            error = WorkerUnavailable(f"{self._peer_ref.worker_id} is gone: {reason}", stage="transfer")
+            self._apply(on.PeerGone(self._peer_ref, error))
+
+    def _committed(self, commit: handoff_pb2.Commit) -> None:
+        self._commit = commit
+        failure = from_failure(commit.failure) if commit.HasField("failure") else None
+        # P counts every frame, also those that a resend replaced.
+        num_frames = max(0, commit.num_frames - self._num_bad_before)
+        ref = TransferRef.of(commit.key)
+        self._apply(on.RankCommitted(ref, commit.src_rank, num_frames, commit.num_resends, failure))
+
+    def _frame_landed(self, ref: TransferRef) -> None:
+        arrived = self._resources.table.arrived(ref.transfer_id, ref.epoch)
+        if arrived is not None:
+            self._timeline.mark_once(RequestMoment.FIRST_FRAME)
+            num_verified = arrived.num_frames - arrived.num_bad_frames
+            self._apply(on.FramesLanded(ref, num_verified, arrived.num_bad_frames, arrived.num_bytes))
+
+    def _from_thread(self, call: Callable[..., None], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended: so has everything here
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    # --- the machine --------------------------------------------------------------------------------------------------
+
+    def _apply(self, event: on.DecodeEvent) -> None:
+        """One event after the other: an action may be answered before its neighbours are carried out."""
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        while self._events:
+            try:
+                self._transfer, actions = apply(self._transfer, self._events[0], self._loop.time())
+                for action in actions:
+                    self._carry_out(action)
+            except Exception as error:  # our own bug: the request must not hang on it
+                logger.exception("landing of %s: %s", self._request.engine_id, type(self._events[0]).__name__)
+                self._end(ProtocolViolation(f"internal error: {type(error).__name__}", stage="transfer"))
+            self._events.popleft()
+        self._set_timer()
+        if self._transfer.is_over:
+            self._outcome.cancel()  # unless it has been told: then this changes nothing
+            self._on_over(self)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        tick_s = next_tick_s(self._transfer)
+        self._timer = self._loop.call_at(tick_s, self._apply, on.Tick()) if tick_s is not None else None
+
+    def _carry_out(self, action: on.DecodeAction) -> None:
+        pool = self._resources.reservations.pool
+        match action:
+            case on.MatchAndReserve():
+                self._reserving = self._spawn(self._reserve())
+            case on.CancelReservation():
+                if self._reserving is not None:
+                    self._reserving.cancel()
+            case on.ConnectPeer(peer):
+                self._spawn(self._connect(peer))
+            case on.OpenLanding(ref, destination, first_block):
+                self._open(ref, destination, first_block)
+            case on.SendPrefill():
+                self._ask(action)
+            case on.SendCredit(ref, num_bytes):
+                self._tell(credit=handoff_pb2.Credit(key=ref.to_message(), bytes=num_bytes))
+            case on.SendResend():
+                self._ask_again(action)
+            case on.SendCommitAck():
+                self._acknowledge(action)
+            case on.SendCancel(ref, reason):
+                self._tell(cancel=handoff_pb2.CancelTransfer(key=ref.to_message(), reason=reason))
+            case on.CheckArrival(ref):
+                self._check(ref)
+            case on.Fence(ref):
+                self._fence(ref)
+            case on.DestroyEndpoint(ref):
+                # The receiver copies: its fence closes when the broken connection's thread has let go.
+                if self._peer is not None:
+                    self._peer.hang_up(f"the end of {ref} did not come")
+            case on.PublishPrefix(blocks):
+                self._publish(blocks)
+            case on.ReleaseBlocks(blocks):
+                pool.release(blocks)
+            case on.QuarantineBlocks(_, blocks):
+                pool.quarantine(blocks)
+            case on.FreeQuarantined(_, blocks):
+                pool.unquarantine(blocks)
+            case on.AdmitToEngine(_, blocks):
+                self._offer(blocks)
+            case on.PrefillLocally(failure):
+                self.local_reason = failure
+                self._end(None)
+            case on.ReportFailure(error):
+                self._end(error)
+
+    def _end(self, error: TandemError | None) -> None:
+        if self._outcome.done():
+            return
+        if error is not None:
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(None)
+
+    def _spawn(self, step: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(step, name=f"landing {self._request.engine_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- reserve and ask ----------------------------------------------------------------------------------------------
+
+    async def _reserve(self) -> None:
+        try:
+            reservation = await self._resources.reservations.take(self._request)
+        except TandemError as error:
+            self._apply(on.ReservationRefused(error))
+            return
+        self._reservation = reservation
+        self._timeline.mark(RequestMoment.RESERVED)
+        num_missing = len(reservation.destination)
+        self._apply(
+            on.BlocksReserved(
+                matched=tuple(reservation.matched),
+                destination=tuple(reservation.destination),
+                spare=tuple(reservation.fresh[num_missing:]),
+            )
+        )
+
+    async def _connect(self, peer_ref: on.PeerRef) -> None:
+        try:
+            peer = await self._resources.peers.ready(
+                peer_ref.worker_id, peer_ref.incarnation, self._addresses[peer_ref]
+            )
+        except WorkerUnavailable as error:
+            self._resources.metrics.attempt_failed(error)
+            self._apply(on.PeerUnavailable(peer_ref, error))
+            return
+        self._peer, self._peer_ref = peer, peer_ref
+        self._apply(on.PeerReady(peer_ref, CancelGuarantee.FENCED))
+
+    def _open(self, ref: TransferRef, destination: tuple[BlockRef, ...], first_block: int) -> None:
+        self._num_bad_before = 0
+        self._resources.table.open(
+            ref.transfer_id,
+            ref.epoch,
+            destination,
+            first_block,
+            lambda *_: self._from_thread(self._frame_landed, ref),
+        )
+        self._known_peer().register(ref, self)
+
+    def _ask(self, action: on.SendPrefill) -> None:
+        request = self._request
+        self._timeline.begin_attempt()
+        message = handoff_pb2.PrefillRequest(
+            key=action.ref.to_message(),
+            token_ids=request.token_ids.tolist(),
+            sampling=request.sampling.to_proto(),
+            have_tokens=action.num_have_blocks * self._resources.layout.block_tokens,
+            destination=[
+                handoff_pb2.BlockRef(block=ref.block, generation=ref.generation) for ref in action.destination
+            ],
+            deadline_ms=max(1, int(action.deadline_s * 1000)),
+            idle_ms=int(self._resources.limits.idle_s * 1000),
+            credit_bytes=action.credit_bytes,
+            priority=request.priority,
+            traceparent=request.traceparent,
+            request_id=request.request_id,
+            num_generated_tokens=request.num_generated,
+        )
+        message.scope.scope_key = request.scope_key
+        try:
+            self._known_peer().send(handoff_pb2.DecodeToPrefill(prefill=message))
+        except WorkerUnavailable as error:
+            self._apply(on.PeerGone(action.peer, error))
+
+    # --- receive and verify -------------------------------------------------------------------------------------------
+
+    def _check(self, ref: TransferRef) -> None:
+        arrived = self._resources.table.arrived(ref.transfer_id, ref.epoch)
+        if arrived is None or self._commit is None:
+            raise ProtocolViolation("checked an attempt that is not open")
+        cell_bytes = self._resources.layout.cell_bytes
+        self._apply(
+            on.ArrivalChecked(
+                ref=ref,
+                missing=arrived.missing,
+                missing_bytes=sum(cells.num_layers * cells.num_blocks * cell_bytes for cells in arrived.missing),
+                digests_match=hmac.compare_digest(arrived.root_digest, self._commit.root_digest),
+                generations_match=self._resources.reservations.pool.holds(self._transfer.destination),
+            )
+        )
+
+    def _ask_again(self, action: on.SendResend) -> None:
+        arrived = self._resources.table.arrived(action.ref.transfer_id, action.ref.epoch)
+        self._num_bad_before = arrived.num_bad_frames if arrived is not None else 0
+        self._tell(
+            resend=handoff_pb2.Resend(
+                key=action.ref.to_message(),
+                ranges=[self._to_range(cells) for cells in action.ranges],
+                tries_left=action.tries_left,
+            )
+        )
+
+    def _acknowledge(self, action: on.SendCommitAck) -> None:
+        outcome = handoff_pb2.COMMIT_OUTCOME_OK if action.is_ok else handoff_pb2.COMMIT_OUTCOME_BAD
+        ranges = [self._to_range(cells) for cells in action.ranges]
+        self._tell(commit_ack=handoff_pb2.CommitAck(key=action.ref.to_message(), outcome=outcome, ranges=ranges))
+
+    def _fence(self, ref: TransferRef) -> None:
+        """Success or not: the attempt is over for its peer, and nothing more of it is let in."""
+        table = self._resources.table
+        arrived = table.arrived(ref.transfer_id, ref.epoch)
+        num_complete = arrived.num_complete_blocks if arrived is not None else 0
+        self._known_peer().unregister(ref)
+        if self._transfer.phase is DecodePhase.CANCELLING and self._transfer.last_error is not None:
+            self._resources.metrics.attempt_failed(self._transfer.last_error)
+            logger.warning("transfer %s ends: %s", ref, self._transfer.last_error.message)
+        closed = on.FenceClosed(ref, num_complete)
+        table.fence(ref.transfer_id, ref.epoch, lambda: self._from_thread(self._apply, closed))
+
+    def _publish(self, blocks: tuple[BlockRef, ...]) -> None:
+        reservation = self._reservation
+        if reservation is not None:
+            num_tokens = min(len(blocks) * self._resources.layout.block_tokens, self._request.num_tokens)
+            reservation.pool.publish(reservation.chain, self._request.token_ids, blocks, num_tokens)
+
+    def _offer(self, blocks: tuple[BlockRef, ...]) -> None:
+        commit, peer = self._commit, self._known_peer()
+        if commit is None:
+            raise ProtocolViolation("verified without a commit")
+        timeline = self._timeline
+        timeline.mark(RequestMoment.VERIFIED)
+        timeline.prefill_worker_id = peer.worker_id
+        timeline.transport = peer.link.transport if peer.link else ""
+        timeline.prefill_queued_s = commit.queued_us / 1e6
+        timeline.prefill_compute_s = commit.compute_us / 1e6
+        timeline.kv_bytes += commit.num_bytes
+        timeline.kv_frames += commit.num_frames
+        self._resources.metrics.landed(timeline)
+        has_logprobs = commit.HasField("first_logprobs")
+        have_tokens = len(self._transfer.matched) * self._resources.layout.block_tokens
+        prompt = LandedPrompt(
+            blocks=blocks,
+            first_token_id=commit.first_token_id,
+            first_logprobs=logprob_messages.from_message(commit.first_logprobs) if has_logprobs else None,
+            cached_tokens=max(commit.cached_tokens, have_tokens),
+        )
+        prompt_logprobs = tuple(logprob_messages.from_message(logprobs) for logprobs in commit.prompt_logprobs)
+        self._is_offered = True
+        if self._outcome.done():  # nobody waits any more
+            self.cancel()
+        else:
+            self._outcome.set_result(Landed(prompt, prompt_logprobs))
+
+    # --- small steps --------------------------------------------------------------------------------------------------
+
+    def _tell(self, **message: Any) -> None:
+        """A peer whose stream is broken hears nothing, and needs to hear nothing: it has given us up."""
+        with suppress(WorkerUnavailable):
+            self._known_peer().send(handoff_pb2.DecodeToPrefill(**message))
+
+    def _known_peer(self) -> TransferPeer:
+        if self._peer is None:
+            raise ProtocolViolation("no peer was connected")
+        return self._peer
+
+    def _to_range(self, cells: CellRange) -> handoff_pb2.Range:
+        block_tokens = self._resources.layout.block_tokens
+        first_token = cells.first_block * block_tokens
+        end_token = min((cells.first_block + cells.num_blocks) * block_tokens, self._request.num_tokens)
+        return handoff_pb2.Range(
+            first_layer=cells.first_layer,
+            num_layers=cells.num_layers,
+            first_token=first_token,
+            num_tokens=end_token - first_token,
+        )
+
+
+def _rejection(reject: handoff_pb2.Reject) -> TandemError:
+    """What another prefill worker, or this one, may still do for the request."""
+    reason = handoff_pb2.RejectReason.Name(reject.reason).removeprefix("REJECT_REASON_").lower()
+    return RetryElsewhere(
+        f"the prefill worker rejected ({reason}): {reject.detail}",
+        code=reject.failure.code,
+        retry_after_s=reject.retry_after_ms / 1000,
+        stage="prefill",
+    )
