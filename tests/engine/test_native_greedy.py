@@ -23,6 +23,8 @@ NUM_BLOCKS = 1024
 REFERENCE_FILE = Path(__file__).parents[1] / "exactness" / "greedy_reference.json"
 # A bfloat16 logit of about 20 is exact to 0.06: below this lead the two most likely tokens may change places.
 NEAR_TIE = 0.25
+# Emulated tiles would take minutes here; `test_native_runner` has them on small models.
+REAL_ISAS = [isa for isa in built_isas() if isa != "amx_emulated"]
 pytestmark = pytest.mark.model
 
 
@@ -70,9 +72,9 @@ def test_float32_tokens_equal_transformers(weights: WeightSource, references: li
     torch.testing.assert_close(top[..., 0] - top[..., 1], gaps, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("isa", built_isas())
+@pytest.mark.parametrize("isa", REAL_ISAS)
 def test_bfloat16_differs_only_at_near_ties(weights: WeightSource, references: list[dict[str, Any]], isa: str) -> None:
-    some = references[3:9] if isa != "portable" else references[:3]
+    some = references[3:9] if isa.startswith(("avx512_", "amx")) else references[:2]
     chosen = forced_logits(make_runner(weights, "bfloat16", isa=isa), some).argmax(-1)
     expected = torch.tensor([reference["tokens"] for reference in some])
     gaps = torch.tensor([reference["gaps"] for reference in some])
@@ -87,8 +89,9 @@ def test_quantized_weights_choose_nearly_the_same_tokens(
     weights: WeightSource, references: list[dict[str, Any]], quantization: Quantization, agreement: float
 ) -> None:
     runner = make_runner(weights, "bfloat16", quantization)
-    chosen = forced_logits(runner, references).argmax(-1)
-    expected = torch.tensor([reference["tokens"] for reference in references])
+    some = references[3:9]
+    chosen = forced_logits(runner, some).argmax(-1)
+    expected = torch.tensor([reference["tokens"] for reference in some])
     share = float((chosen == expected).float().mean())
     sys.stdout.write(f"{quantization}: {share:.4f} of the tokens agree\n")
     assert share > agreement
