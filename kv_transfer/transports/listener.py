@@ -35,7 +35,9 @@ class Listener:
         self._gate = gate
         self._sink = sink
         self._serve = serve
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._connections: set[socket.socket] = set()
+        # Also those whose connection has ended a moment ago: `close` waits for their last words.
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._is_closed = False
         server.listen(64)
@@ -46,11 +48,11 @@ class Listener:
         """Ends every connection and waits for its thread: afterwards nothing writes into the pool."""
         with self._lock:
             self._is_closed = True
-            connections = dict(self._connections)
+            connections = list(self._connections)
         for end in (self._server, *connections):
             _shut_down(end)
         self._acceptor.join()
-        for thread in connections.values():
+        for thread in self._threads:
             thread.join()
         self._server.close()
 
@@ -73,7 +75,8 @@ class Listener:
                 thread = threading.Thread(
                     target=self._run_connection, args=(connection,), name=f"kv-{self._name}", daemon=True
                 )
-                self._connections[connection] = thread
+                self._connections.add(connection)
+                self._threads = [*(known for known in self._threads if known.is_alive()), thread]
             thread.start()
 
     def _run_connection(self, connection: socket.socket) -> None:
@@ -90,7 +93,7 @@ class Listener:
             reason = str(error) or type(error).__name__
         finally:
             with self._lock:
-                self._connections.pop(connection, None)
+                self._connections.discard(connection)
             connection.close()
             if peer is None:
                 _log.warning("%s: a connection was refused: %s", self._name, reason)
