@@ -1,12 +1,10 @@
 """The life of one request on its decode worker, from the router's submit to its last token.
 
-    submit ─> RESERVE ─> ask P ─> KV lands, verified ─> engine.submit(landed) ─> tokens ─> end
-                 ^         │ Reject: next P, same blocks
-                 │         │ failed: keep what verified, quarantine the rest
-                 └─────────┘ next P
-                           └─ no P left: local prefill (the engine does it), or an error that says why
+    submit ─> PromptLanding: reserve, ask P, verify ─> engine.submit(landed) ─> first token, tokens ─> end
+         │          └─ no P can: the engine prefills by itself, where that is allowed ─┐
+         └─ no placement (aggregated, or the router chose so) ─> engine.submit <───────┘
 
-One task runs it, one place ends it: whatever happens, `run` gives every block back before it returns.
+One task runs it, one place ends it: whatever happens, `run` gives every block back and tells the router exactly once.
 """
 
 from __future__ import annotations
