@@ -43,7 +43,7 @@ class RouterSettings(BaseModel):
     prefill_fallback: Literal["allow", "deny"] = Field(
         default="allow", description="may a decode worker prefill by itself when no prefill worker is ready"
     )
-    policy: Literal["least_loaded", "round_robin"] = Field(
+    policy: Literal["cache_aware", "least_loaded", "round_robin"] = Field(
         default="least_loaded", description="how prefill and decode workers are chosen"
     )
     grpc_reflection: bool = Field(default=False, description="let gRPC clients ask for the service's description")

@@ -24,6 +24,7 @@ class Booking:
         self._prefill_tokens = max(0, num_prompt_tokens - placement.expected_cached_tokens)
         self._kv_tokens = num_prompt_tokens + min(max_tokens, EXPECTED_OUTPUT_TOKENS)
         self._prefill.booked_prefill_tokens += self._prefill_tokens
+        self._prefill.add_recent_tokens(self._prefill_tokens, now_s)
         self._decode.booked_requests += 1
         self._decode.booked_kv_tokens += self._kv_tokens
         self._decode.last_chosen_s = self._prefill.last_chosen_s = now_s

@@ -15,6 +15,7 @@ from tandem.v1 import membership_pb2, worker_pb2, worker_pb2_grpc
 
 from cluster.rpc import open_channel
 from cluster.rpc_security import RpcSecurity
+from router.cache_view import CacheView
 from router.generation_service import GenerationService
 from router.worker_registry import WorkerRegistry
 from router.worker_state import WorkerState
@@ -25,7 +26,14 @@ STATUS_TIMEOUT_S = 2.0
 class ClusterStatus:
     """Gathers the status of all workers."""
 
-    def __init__(self, registry: WorkerRegistry, service: GenerationService, security: RpcSecurity) -> None:
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        service: GenerationService,
+        security: RpcSecurity,
+        cache_view: CacheView | None,
+    ) -> None:
+        self._cache_view = cache_view
         self._registry = registry
         self._service = service
         self._security = security
@@ -57,6 +65,7 @@ class ClusterStatus:
                 }
                 for fallback, count in self._service.metrics.fallbacks
             ],
+            "prefix_index": None if self._cache_view is None else self._cache_view.status(),
             "block_conservation_error": sum(abs(worker["block_conservation_error"]) for worker in workers),
         }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from tandem.v1 import worker_pb2
@@ -25,9 +25,12 @@ from cluster.errors import (
     TandemError,
     WorkerUnavailable,
 )
+from cluster.identity import WorkerId
 from router.bookings import Booking
+from router.cache_view import CacheView
 from router.placement import Placement, PlacementPolicy, RequestView
-from router.sequence import Sequence, SequenceState
+from router.sequence import Sequence, SequenceSpec, SequenceState
+from router.timing_model import TimingModel
 from router.worker_registry import WorkerRegistry
 
 MAX_PLACEMENTS = 4
@@ -55,10 +58,15 @@ class Dispatcher:
         registry: WorkerRegistry,
         policy: PlacementPolicy,
         listener: PlacementListener,
+        cache_view: CacheView | None = None,
+        timing: TimingModel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`cache_view` and `timing` are those that the policy reads: what workers report goes back into them."""
         self._registry = registry
         self.policy = policy
+        self.cache_view = cache_view
+        self._timing = timing
         self._listener = listener
         self._clock = clock
         self._parked: dict[Sequence, asyncio.TimerHandle] = {}
@@ -67,6 +75,23 @@ class Dispatcher:
     def submit(self, sequence: Sequence) -> None:
         """Places a new sequence. Raises `NoWorkersAvailable` when nobody can take it now."""
         self._place(sequence)
+
+    def sequence_started(self, sequence: Sequence, event: worker_pb2.RequestEvent) -> None:
+        """From a sequence: its first token. What was measured refines what will be predicted."""
+        placement = sequence.placement
+        if placement is None or event.prompt_tokens != len(sequence.spec.token_ids):
+            return
+        computing = placement.prefill[0] if placement.prefill else placement.decode
+        timeline = event.timeline
+        was_as_placed = timeline.prefill_worker_id in ("", computing.worker_id)
+        if self.cache_view is not None and was_as_placed:
+            self.cache_view.observed(computing.worker_id, placement.expected_cached_tokens, event.cached_tokens)
+        if self._timing is not None:
+            uncached = event.prompt_tokens - event.cached_tokens
+            self._timing.observe_prefill(uncached, event.cached_tokens, timeline.prefill_compute_us / 1e3)
+            load = placement.decode.load
+            if load.running_requests:
+                self._timing.observe_step(load.running_requests, load.context_tokens, load.step_ms)
 
     def sequence_failed(self, sequence: Sequence, error: TandemError) -> None:
         """From a session. The sequence goes on elsewhere, waits, or ends with this error."""
@@ -105,6 +130,8 @@ class Dispatcher:
         request = RequestView(
             num_prompt_tokens=num_tokens,
             max_tokens=spec.sampling.max_tokens - len(sequence.generated),
+            block_hashes=spec.block_hashes,
+            cached_tokens=self._cached_tokens(spec, num_tokens),
             excluded=frozenset(sequence.excluded),
             session_key=spec.session_key,
         )
@@ -116,8 +143,16 @@ class Dispatcher:
         except TandemError:
             booking.release()
             raise
-        sequence.placed(session, booking)
+        sequence.placed(placement, session, booking)
+        if self.cache_view is not None and spec.block_hashes:
+            for worker in (placement.decode, *placement.prefill[:1]):
+                self.cache_view.chosen(worker.worker_id, spec.block_hashes)
         self._listener.placed(sequence, placement)
+
+    def _cached_tokens(self, spec: SequenceSpec, num_tokens: int) -> Mapping[WorkerId, int]:
+        if self.cache_view is None or not spec.block_hashes:
+            return {}
+        return self.cache_view.cached_tokens(spec.block_hashes, self._registry.block_tokens, num_tokens)
 
     def _submission(self, sequence: Sequence, placement: Placement, now_s: float) -> worker_pb2.SubmitRequest:
         spec = sequence.spec

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tandem.v1 import common_pb2
 
 from cluster.errors import ServerOverloaded, TandemError
-from cluster.identity import RequestId, Tenant, new_request_id
+from cluster.identity import BlockHash, RequestId, Tenant, new_request_id
 from cluster.sampling_params import SamplingParams
 from cluster.tokenizer import Tokenizer
 from router.answer import Answer, RequestTimes
@@ -114,7 +114,6 @@ class GenerationService:
         self, request: GenerationRequest, request_id: RequestId, tenant: Tenant, times: RequestTimes
     ) -> Answer:
         prompts = [await self.encoder.encode(prompt) for prompt in request.prompts]
-        times.encoded_s = self._clock()
         deadline_s = times.admitted_s + (request.timeout_s or self._policy.request_timeout_s)
         answer = Answer(
             request_id=request_id,
@@ -126,10 +125,23 @@ class GenerationService:
             on_step=self.metrics.step,
         )
         seed = (self._seeds.getrandbits(63) if request.seed is None else request.seed) & _SEED_MASK
+        key = scope_key(self._policy.scope_secret, tenant, request.cache_salt)
         for token_ids in prompts:
-            sampling = self._sampling(request, len(token_ids), seed)
+            spec = SequenceSpec(
+                submission_id="",
+                index=0,
+                token_ids=token_ids,
+                sampling=self._sampling(request, len(token_ids), seed),
+                scope=common_pb2.CacheScope(scope_key=key),
+                tenant=tenant,
+                priority=request.priority,
+                session_key=request.user,
+                block_hashes=await self._block_hashes(token_ids, key),
+                deadline_s=deadline_s,
+            )
             for choice_index in range(request.num_choices):
-                self._add_choice(answer, request, token_ids, sampling, choice_index, tenant, deadline_s)
+                self._add_choice(answer, request, spec, choice_index)
+        times.encoded_s = self._clock()
         answer.start(deadline_s)
         return answer
 
@@ -162,28 +174,18 @@ class GenerationService:
         )
         return sampling.checked(self.tokenizer.vocab_size)
 
-    def _add_choice(
-        self,
-        answer: Answer,
-        request: GenerationRequest,
-        token_ids: list[int],
-        sampling: SamplingParams,
-        choice_index: int,
-        tenant: Tenant,
-        deadline_s: float,
-    ) -> None:
+    async def _block_hashes(self, token_ids: list[int], key: bytes) -> list[BlockHash]:
+        """Only for a policy that looks at caches."""
+        scope = self._registry.hash_scope(key) if self._dispatcher.cache_view is not None else None
+        return [] if scope is None else await self.encoder.hash(token_ids, scope)
+
+    def _add_choice(self, answer: Answer, request: GenerationRequest, prompt: SequenceSpec, choice_index: int) -> None:
         index = answer.num_added
-        key = scope_key(self._policy.scope_secret, tenant, request.cache_salt)
-        spec = SequenceSpec(
+        spec = dataclasses.replace(
+            prompt,
             submission_id=f"{answer.request_id}-{index}",
             index=index,
-            token_ids=token_ids,
-            sampling=dataclasses.replace(sampling, choice_index=choice_index),
-            scope=common_pb2.CacheScope(scope_key=key),
-            tenant=tenant,
-            priority=request.priority,
-            session_key=request.user,
-            deadline_s=deadline_s,
+            sampling=dataclasses.replace(prompt.sampling, choice_index=choice_index),
         )
         text = ChoiceText(
             Detokenizer(self.tokenizer.token_bytes, self.tokenizer.special_ids),

@@ -104,17 +104,18 @@ def eligible_prefill(request: RequestView, snapshot: ClusterSnapshot, decode: Wo
     if decode.role is Role.AGGREGATED:
         return []
     found = [
-        worker
-        for worker in snapshot.prefill
-        if worker.incarnation not in request.excluded
-        and worker.incarnation not in decode.refused
-        and decode.incarnation not in worker.refused
+        worker for worker in snapshot.prefill if worker.incarnation not in request.excluded and may_pair(worker, decode)
     ]
     if not found and not snapshot.allows_local_prefill:
         raise NoWorkersAvailable(
             "no prefill worker is ready and local prefill is not allowed", retry_after_s=RETRY_AFTER_S, stage="route"
         )
     return found
+
+
+def may_pair(prefill: WorkerState, decode: WorkerState) -> bool:
+    """Neither has refused the other at Hello."""
+    return prefill.incarnation not in decode.refused and decode.incarnation not in prefill.refused
 
 
 def is_fallback(decode: WorkerState, prefill: Sequence[WorkerState]) -> bool:

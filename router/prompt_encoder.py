@@ -10,10 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from cluster.block_hash import HashScope
 from cluster.chat_template import ChatTemplate
 from cluster.errors import InvalidRequest
+from cluster.identity import BlockHash
 from cluster.tokenizer import Tokenizer
 from router.api_types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from router.cache_view import prompt_hashes
 from router.json_body import parse_json_object
 
 # About 0.3 ms of work: less than handing it to a thread and back costs when the loop is busy.
@@ -41,6 +44,10 @@ class PromptEncoder:
             param = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
             raise InvalidRequest(f"{param} is empty: it has no tokens", param=param)
         return token_ids
+
+    async def hash(self, token_ids: list[int], scope: HashScope) -> list[BlockHash]:
+        """The names under which the prompt's full blocks are cached."""
+        return await self._run(lambda: prompt_hashes(token_ids, scope), num_chars=len(token_ids))
 
     async def decode(self, token_ids: list[int]) -> str:
         """A sequence's text with its special tokens."""

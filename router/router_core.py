@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -14,13 +15,15 @@ from cluster.rpc_security import RpcSecurity
 from cluster.telemetry import RouterMetrics, new_registry
 from cluster.tokenizer import Tokenizer
 from router.asgi_types import AsgiApp
+from router.cache_view import CacheView
 from router.cluster_status import ClusterStatus
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService, ServingPolicy
 from router.grpc_front import InferenceService
 from router.http_app import build_http_app
 from router.limits import ServingLimits
-from router.policies import make_policy
+from router.policies import choose_policy
+from router.prefix_index import PrefixIndex
 from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
 from router.request_parser import RequestParser
@@ -40,6 +43,7 @@ class RouterCore:
     grpc_servicer: InferenceService
     metrics_registry: CollectorRegistry
     series: RouterMetrics
+    cache_view: CacheView | None  # of a policy that looks at caches
 
     async def stop(self) -> None:
         await self.registry.stop()
@@ -63,7 +67,12 @@ def build_core(
     )
     registry = WorkerRegistry(hello, security, allows_local_prefill=settings.prefill_fallback == "allow")
     encoder = PromptEncoder(tokenizer, template)
-    dispatcher = Dispatcher(registry, make_policy(settings.policy), metrics)
+    choice = choose_policy(settings.policy, settings.seed)
+    cache_view = None
+    if choice.uses_cache:
+        cache_view = CacheView(PrefixIndex(), time.monotonic)
+        registry.on_workers(cache_view.worker_joined, cache_view.worker_left)
+    dispatcher = Dispatcher(registry, choice.policy, metrics, cache_view, choice.timing)
     policy = ServingPolicy(
         max_concurrent_requests=settings.max_concurrent_requests,
         request_timeout_s=settings.request_timeout_s,
@@ -75,7 +84,7 @@ def build_core(
     http_app = build_http_app(
         service,
         parser,
-        ClusterStatus(registry, service, security),
+        ClusterStatus(registry, service, security, cache_view),
         metrics_registry,
         is_ready=lambda: registry.is_ready,
         keys=keys,
@@ -89,4 +98,5 @@ def build_core(
         grpc_servicer=InferenceService(service, parser, keys),
         metrics_registry=metrics_registry,
         series=series,
+        cache_view=cache_view,
     )

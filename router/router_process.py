@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from cluster.chat_template import ChatTemplate
 from cluster.errors import StartupError
+from cluster.kv_events import KvEventReader
 from cluster.logs import configure_logs
 from cluster.membership import MembershipView
 from cluster.model_files import resolve_model, served_name
@@ -22,6 +23,7 @@ from cluster.redis_client import RedisClient
 from cluster.router_settings import RouterSettings, parse_arguments
 from cluster.rpc_security import RpcSecurity, is_loopback
 from cluster.tokenizer import Tokenizer, load_tokenizer
+from router.cache_view import CacheView
 from router.grpc_front import GrpcFront
 from router.http_server import HttpServer, bind_socket
 from router.limits import ServingLimits
@@ -29,6 +31,8 @@ from router.router_core import build_core
 from router.tenants import read_api_keys
 
 DRAIN_TIMEOUT_S = 60.0
+# Shorter than a gap may stay unrepaired.
+CACHE_TICK_S = 0.25
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +75,7 @@ class RouterProcess:
             stack.push_async_callback(self._core.stop)
             self._view.start()
             stack.push_async_callback(self._view.stop)
+            self._follow_caches(stack)
             grpc_front = await self._start_grpc()
             self._http.start()
             if grpc_front is not None:
@@ -79,6 +84,18 @@ class RouterProcess:
             _log.info("router listens", extra={"address": f"{settings.http_host}:{settings.http_port}"})
             await signals.drain.wait()
             await self._drain(grpc_front, signals)
+
+    def _follow_caches(self, stack: contextlib.AsyncExitStack) -> None:
+        """KV events into the prefix index, for a policy that looks at caches."""
+        view = self._core.cache_view
+        if view is None:
+            return
+        reader = KvEventReader(self._redis, view.on_event)
+        view.connect(reader)
+        reader.start()
+        stack.push_async_callback(reader.stop)
+        ticker = asyncio.create_task(_tick_for_ever(view), name="cache-view")
+        stack.callback(ticker.cancel)
 
     async def _start_grpc(self) -> GrpcFront | None:
         settings = self._settings
@@ -120,6 +137,12 @@ class RouterProcess:
             await front.set_ready(self._core.registry.is_ready and not self._core.service.is_draining)
             await changed.wait()
             changed.clear()
+
+
+async def _tick_for_ever(view: CacheView) -> None:
+    while True:
+        await asyncio.sleep(CACHE_TICK_S)
+        view.tick()
 
 
 def _refuse_open_address(settings: RouterSettings) -> None:

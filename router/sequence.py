@@ -19,9 +19,10 @@ from typing import Protocol
 from tandem.v1 import common_pb2, worker_pb2
 
 from cluster.errors import TandemError, WorkerUnavailable
-from cluster.identity import Incarnation
+from cluster.identity import BlockHash, Incarnation
 from cluster.sampling_params import SamplingParams
 from router.bookings import Booking
+from router.placement import Placement
 from router.worker_session import WorkerSession
 
 
@@ -51,6 +52,8 @@ class UpdateSink(Protocol):
 class SequenceMover(Protocol):
     """Who decides where a sequence goes when its worker fails."""
 
+    def sequence_started(self, sequence: Sequence, event: worker_pb2.RequestEvent) -> None: ...
+
     def sequence_failed(self, sequence: Sequence, error: TandemError) -> None: ...
 
 
@@ -66,6 +69,7 @@ class SequenceSpec:
     tenant: str = ""
     priority: int = 0
     session_key: str = ""
+    block_hashes: SequenceOf[BlockHash] = ()  # of the prompt's full blocks, where the policy wants them
     traceparent: str = ""
     deadline_s: float | None = None  # on the router's clock
 
@@ -85,6 +89,7 @@ class Sequence:
     session: WorkerSession | None = None
     booking: Booking | None = None
     has_started: bool = False  # a first token has come
+    placement: Placement | None = None  # the last one
 
     @property
     def submission_id(self) -> str:
@@ -98,8 +103,9 @@ class Sequence:
         is_stopped = bool(self.generated) and self.generated[-1] in sampling.stop_token_ids
         return num_generated >= sampling.max_tokens or (is_stopped and num_generated > sampling.min_tokens)
 
-    def placed(self, session: WorkerSession, booking: Booking) -> None:
+    def placed(self, placement: Placement, session: WorkerSession, booking: Booking) -> None:
         self.state = SequenceState.RUNNING
+        self.placement = placement
         self.session = session
         self.booking = booking
 
@@ -108,6 +114,8 @@ class Sequence:
         if self.state is not SequenceState.RUNNING:
             return
         if token_ids:
+            if event is not None and not self.has_started:
+                self.mover.sequence_started(self, event)
             self.has_started = True
             self.generated.extend(token_ids)
             if self.booking is not None:

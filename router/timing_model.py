@@ -76,6 +76,18 @@ class TimingModel:
         self._prefill = LinearTiming(prior.prefill)
         self._decode = LinearTiming(prior.decode)
 
+    @property
+    def prefill_coefficients(self) -> tuple[float, float, float]:
+        """c0, c1, c2 as plain floats: scoring many workers costs no array operations."""
+        c0, c1, c2 = self._prefill.coefficients.tolist()
+        return c0, c1, c2
+
+    @property
+    def decode_coefficients(self) -> tuple[float, float, float]:
+        """alpha, beta, gamma as plain floats."""
+        alpha, beta, gamma = self._decode.coefficients.tolist()
+        return alpha, beta, gamma
+
     def prefill_ms(self, uncached: float, cached: float) -> float:
         return self._prefill.predict(_prefill_features(uncached, cached))
 

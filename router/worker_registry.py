@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import grpc
 from tandem.v1 import membership_pb2, worker_pb2
 
+from cluster.block_hash import HashScope
 from cluster.identity import WorkerId
 from cluster.membership_state import ChangeKind, MembershipChange
 from cluster.rpc import open_channel
@@ -81,10 +82,16 @@ class WorkerRegistry:
         self._records: dict[WorkerId, membership_pb2.WorkerRecord] = {}
         self._listeners: list[Callable[[], None]] = []
         self._stopping: set[asyncio.Task[None]] = set()
+        self._joined: Callable[[WorkerId], None] = _ignore
+        self._left: Callable[[WorkerId], None] = _ignore
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """`listener` is called after a worker joined, left, or its link came up or broke. It must not block."""
         self._listeners.append(listener)
+
+    def on_workers(self, joined: Callable[[WorkerId], None], left: Callable[[WorkerId], None]) -> None:
+        """`joined` is called for each new incarnation, `left` when one is dropped. They must not block."""
+        self._joined, self._left = joined, left
 
     def on_membership_change(self, change: MembershipChange) -> None:
         worker_id = WorkerId(change.record.identity.worker_id)
@@ -131,6 +138,17 @@ class WorkerRegistry:
             return True
         return bool(snapshot.decode) and (bool(snapshot.prefill) or self.allows_local_prefill)
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a KV block; the same on all workers of a cluster."""
+        return next((link.worker.block_tokens for link in self._links.values()), 0)
+
+    def hash_scope(self, scope_key: bytes) -> HashScope | None:
+        """What seeds the workers' block hashes; None while no worker is known."""
+        for worker_id, record in self._records.items():
+            return HashScope(scope_key, record.model_fingerprint, self._links[worker_id].worker.block_tokens)
+        return None
+
     def max_capacity_tokens(self) -> int:
         """The largest KV pool of a known decode worker, in tokens; 0: none has said yet."""
         return max((link.worker.capacity_tokens for link in self._links.values() if link.worker.generates), default=0)
@@ -153,6 +171,7 @@ class WorkerRegistry:
             link = PrefillLink(worker, self._security, self._notify)
         self._links[worker_id] = link
         self._records[worker_id] = record
+        self._joined(worker_id)
         link.start()
 
     def _retire(self, worker_id: WorkerId) -> None:
@@ -170,6 +189,7 @@ class WorkerRegistry:
         if link is None:
             return
         link.worker.is_ready = False
+        self._left(worker_id)
         task = asyncio.create_task(link.stop(), name=f"stop link {worker_id}")
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
@@ -180,3 +200,7 @@ class WorkerRegistry:
                 self._drop(worker_id)
         for listener in self._listeners:
             listener()
+
+
+def _ignore(_: WorkerId) -> None:
+    """Nobody asked to hear of it."""

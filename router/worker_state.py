@@ -7,11 +7,14 @@ what was booked on the old one goes with it, so no counter is ever wrong because
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from tandem.v1 import common_pb2, membership_pb2, worker_pb2
 
 from cluster.identity import Incarnation, WorkerId
+
+RECENT_HALF_LIFE_S = 30.0
 
 
 class Role(enum.Enum):
@@ -49,6 +52,9 @@ class WorkerState:
     booked_prefill_tokens: int = 0
     booked_kv_tokens: int = 0
     last_chosen_s: float = 0.0
+    # Uncached tokens placed here, fading: who took more than its share lately.
+    _recent_tokens: float = 0.0
+    _recent_at_s: float = 0.0
 
     @property
     def is_routable(self) -> bool:
@@ -63,6 +69,13 @@ class WorkerState:
     def capacity_tokens(self) -> int:
         """Tokens that its KV pool holds; 0 while it has not said."""
         return self.load.total_blocks * self.block_tokens
+
+    def recent_tokens(self, now_s: float) -> float:
+        return self._recent_tokens * math.exp2((self._recent_at_s - now_s) / RECENT_HALF_LIFE_S)
+
+    def add_recent_tokens(self, num_tokens: int, now_s: float) -> None:
+        self._recent_tokens = self.recent_tokens(now_s) + num_tokens
+        self._recent_at_s = now_s
 
     def take_report(self, load: worker_pb2.LoadReport, now_s: float) -> None:
         self.load = load

@@ -1,0 +1,230 @@
+"""The cache-aware policy: the pair of workers with the lowest predicted time to first token and least harm to others.
+
+    prefill  S_p = queue + t_p(L - m, m) + 0.25 evicted + spread      m: tokens of the prompt believed cached there
+    decode   S_d = transfer + step + neighbours + pressure + full
+    local    S_l = t_p(L - m_d, m_d) + stall of the decode worker's neighbours
+
+The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
+wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.errors import NoWorkersAvailable
+from router.load_policies import MAX_PREFILL_CHOICES, full_pool_ms, num_in_flight
+from router.placement import (
+    RETRY_AFTER_S,
+    Candidate,
+    ClusterSnapshot,
+    Placement,
+    RequestView,
+    eligible_decode,
+    may_pair,
+)
+from router.timing_model import TimingModel, exposed_transfer_ms
+from router.worker_state import REPORT_FRESH_S, Role, WorkerState
+
+NUM_PAIRED = 4
+EVICTION_WEIGHT = 0.25
+SPREAD_WEIGHT = 0.5
+NEAR_TIE_MS, NEAR_TIE_SHARE = 5.0, 0.05
+COLD_SHARE = 0.10  # a best match below this share of the prompt is no reason to go anywhere
+FULL_POOL = 0.85  # above it a decode worker does not prefill as well
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAwareSettings:
+    """What an operator may tune."""
+
+    itl_slo_ms: float = 100.0
+    pressure_weight: float = 10.0
+    link_bytes_per_ms: float = 1e6  # 1 GB/s
+    round_trip_ms: float = 1.0
+    local_below_tokens: int = 256  # fewer uncached tokens than this are not worth a transfer
+    remote_gain: float = 0.9  # remote must be better than this share of local
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    worker: WorkerState
+    terms: dict[str, float]
+    total_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    decode: _Scored
+    prefill: _Scored | None  # None: the decode worker prefills by itself
+    total_ms: float
+
+    @property
+    def num_in_flight(self) -> int:
+        return num_in_flight(self.decode.worker) + (num_in_flight(self.prefill.worker) if self.prefill else 0)
+
+    @property
+    def last_chosen_s(self) -> float:
+        return max(self.decode.worker.last_chosen_s, self.prefill.worker.last_chosen_s if self.prefill else 0.0)
+
+
+class CacheAware:
+    """Has a generator for ties, and nothing else of its own."""
+
+    name = "cache_aware"
+
+    def __init__(self, timing: TimingModel, settings: CacheAwareSettings, chance: random.Random) -> None:
+        self._timing = timing
+        self._settings = settings
+        self._chance = chance
+
+    def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
+        decodes = self._score_decodes(request, eligible_decode(request, snapshot))
+        prefills = self._score_prefills(request, snapshot, now_s)
+        pair = self._best_pair(request, snapshot, decodes, prefills)
+        is_wanted_local = pair.prefill is not None and self._prefers_local(request, snapshot, pair)
+        chosen: list[WorkerState] = []
+        if pair.prefill is not None and not is_wanted_local:
+            chosen = [pair.prefill.worker, *_alternatives(pair, prefills)]
+        computing = chosen[0] if chosen else pair.decode.worker
+        cached = request.cached_tokens.get(computing.worker_id, 0)
+        return Placement(
+            policy=self.name,
+            decode=pair.decode.worker,
+            prefill=chosen,
+            expected_cached_tokens=cached,
+            expected_prefill_ms=self._prefill_ms(request.num_prompt_tokens - cached, cached),
+            candidates=[_candidate(scored) for scored in (*prefills, *decodes)],
+            reason="cheaper without a transfer" if is_wanted_local else "lowest predicted time",
+            is_fallback=pair.prefill is None and pair.decode.worker.role is Role.DECODE,
+        )
+
+    # --- scores -------------------------------------------------------------------------------------------------------
+
+    def _score_prefills(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> list[_Scored]:
+        workers = [worker for worker in snapshot.prefill if worker.incarnation not in request.excluded]
+        num_tokens, cached_tokens = request.num_prompt_tokens, request.cached_tokens
+        # Coefficients once for the decision: a thousand workers are scored with plain floats.
+        c0, c1, c2 = self._timing.prefill_coefficients
+        is_cold = max(cached_tokens.values(), default=0) < COLD_SHARE * num_tokens
+        recent = [worker.recent_tokens(now_s) if is_cold else 0.0 for worker in workers]
+        mean_recent = sum(recent) / len(recent) if recent else 0.0
+        scored = []
+        for worker, own_recent in zip(workers, recent, strict=True):
+            load = worker.load
+            cached = cached_tokens.get(worker.worker_id, 0)
+            uncached = num_tokens - cached
+            booked = worker.booked_prefill_tokens
+            queue_ms = c0 + c1 * booked + c2 * booked * booked / 2 if booked else 0.0
+            if now_s - worker.load_at_s <= REPORT_FRESH_S and load.queue_ms > queue_ms:
+                queue_ms = load.queue_ms
+            terms = {"queue": queue_ms, "prefill": c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)}
+            never_used = load.free_blocks - load.cached_blocks
+            evicted = uncached // worker.block_tokens - never_used
+            if evicted > 0 and load.total_blocks:
+                terms["evict"] = EVICTION_WEIGHT * c1 * evicted * worker.block_tokens
+            if own_recent > mean_recent:
+                terms["spread"] = SPREAD_WEIGHT * c1 * (own_recent - mean_recent)
+            scored.append(_Scored(worker, terms, sum(terms.values())))
+        return scored
+
+    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState]) -> list[_Scored]:
+        num_tokens, settings = request.num_prompt_tokens, self._settings
+        alpha, beta, gamma = self._timing.decode_coefficients
+        slower_ms = beta + gamma * num_tokens
+        scored = []
+        for worker in workers:
+            running = num_in_flight(worker)
+            kv_tokens = max(worker.load.context_tokens, worker.booked_kv_tokens)
+            step_ms = alpha + beta * (running + 1) + gamma * (kv_tokens + num_tokens)
+            missing = num_tokens - request.cached_tokens.get(worker.worker_id, 0)
+            terms = {"step": step_ms, "neighbours": slower_ms * running}
+            if worker.role is Role.DECODE:
+                terms["transfer"] = exposed_transfer_ms(
+                    missing * worker.kv_bytes_per_token,
+                    settings.link_bytes_per_ms,
+                    self._prefill_ms(missing, 0),
+                    worker.num_layers,
+                    settings.round_trip_ms,
+                )
+            if step_ms > settings.itl_slo_ms:
+                terms["pressure"] = settings.pressure_weight * (step_ms - settings.itl_slo_ms)
+            if (full_ms := full_pool_ms(worker)) > 0:
+                terms["full"] = full_ms
+            scored.append(_Scored(worker, terms, sum(terms.values())))
+        return scored
+
+    def _local_ms(self, request: RequestView, decode: _Scored) -> float:
+        """Prefilling on the decode worker: its own time, and what it costs those whose steps wait for it."""
+        cached = request.cached_tokens.get(decode.worker.worker_id, 0)
+        compute_ms = self._prefill_ms(request.num_prompt_tokens - cached, cached)
+        is_shared = num_in_flight(decode.worker) > 0
+        return compute_ms * (2.0 if is_shared else 1.0) + decode.total_ms - decode.terms.get("transfer", 0.0)
+
+    def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:
+        c0, c1, c2 = self._timing.prefill_coefficients
+        return c0 + c1 * num_uncached + c2 * num_uncached * (num_cached + num_uncached / 2)
+
+    # --- choice -------------------------------------------------------------------------------------------------------
+
+    def _best_pair(
+        self,
+        request: RequestView,
+        snapshot: ClusterSnapshot,
+        decodes: Sequence[_Scored],
+        prefills: Sequence[_Scored],
+    ) -> _Pair:
+        pairs: list[_Pair] = []
+        for decode in heapq.nsmallest(NUM_PAIRED, decodes, key=_total):
+            if decode.worker.role is Role.AGGREGATED:
+                pairs.append(_Pair(decode, None, self._local_ms(request, decode)))
+                continue
+            allowed = [prefill for prefill in prefills if may_pair(prefill.worker, decode.worker)]
+            best = heapq.nsmallest(NUM_PAIRED, allowed, key=_total)
+            pairs += [_Pair(decode, prefill, decode.total_ms + prefill.total_ms) for prefill in best]
+            if not best and snapshot.allows_local_prefill:
+                pairs.append(_Pair(decode, None, self._local_ms(request, decode)))
+        if not pairs:
+            raise NoWorkersAvailable(
+                "no prefill worker is ready and local prefill is not allowed",
+                retry_after_s=RETRY_AFTER_S,
+                stage="route",
+            )
+        lowest_ms = min(pair.total_ms for pair in pairs)
+        tied_ms = lowest_ms + max(NEAR_TIE_MS, NEAR_TIE_SHARE * lowest_ms)
+        tied = [pair for pair in pairs if pair.total_ms <= tied_ms]
+        return min(tied, key=lambda pair: (pair.num_in_flight, pair.last_chosen_s, self._chance.random()))
+
+    def _prefers_local(self, request: RequestView, snapshot: ClusterSnapshot, pair: _Pair) -> bool:
+        worker = pair.decode.worker
+        capacity = worker.capacity_tokens
+        if not snapshot.allows_local_prefill or (capacity and _used_tokens(worker) > FULL_POOL * capacity):
+            return False
+        missing = request.num_prompt_tokens - request.cached_tokens.get(worker.worker_id, 0)
+        if missing < self._settings.local_below_tokens:
+            return True
+        return pair.total_ms >= self._settings.remote_gain * self._local_ms(request, pair.decode)
+
+
+def _alternatives(pair: _Pair, prefills: Sequence[_Scored]) -> list[WorkerState]:
+    """Who else may prefill for this decode worker, best first."""
+    others = [
+        prefill for prefill in prefills if prefill is not pair.prefill and may_pair(prefill.worker, pair.decode.worker)
+    ]
+    return [prefill.worker for prefill in heapq.nsmallest(MAX_PREFILL_CHOICES - 1, others, key=_total)]
+
+
+def _used_tokens(worker: WorkerState) -> int:
+    used_blocks = worker.load.total_blocks - worker.load.free_blocks
+    return max(used_blocks * worker.block_tokens, worker.booked_kv_tokens)
+
+
+def _candidate(scored: _Scored) -> Candidate:
+    return Candidate(scored.worker.worker_id, scored.worker.role, scored.terms)
+
+
+def _total(scored: _Scored) -> float:
+    return scored.total_ms

@@ -1,0 +1,196 @@
+"""What the router believes each worker's prefix cache holds, and how far that belief has been right.
+
+    KvEventReader ──KvEvent──> on_event ──kv_event_log (order, gaps, restarts)──> PrefixIndex
+    place: hashes of the prompt ──match──> cached tokens for each worker, weighed by confidence
+    first token: what the worker reported as cached ──> confidence, and a resync when it stays low
+
+Believing wrongly costs time, never correctness: workers compare tokens themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from tandem.v1 import membership_pb2
+
+from cluster.block_hash import HASH_BYTES, HashScope, hash_blocks
+from cluster.identity import BlockHash, Incarnation, WorkerId
+from router.kv_event_log import (
+    Apply,
+    AskRange,
+    AskSnapshot,
+    DropWorker,
+    EventOp,
+    KvEvent,
+    LogState,
+    Step,
+    on_event,
+    on_tick,
+)
+from router.prefix_index import PrefixIndex
+
+CONFIDENCE_KEPT = 0.9  # of the old value, for each request
+LOW_CONFIDENCE = 0.3
+RESYNC_AFTER_REQUESTS = 20
+
+_OPS = {
+    membership_pb2.KV_EVENT_OP_STORED: EventOp.STORED,
+    membership_pb2.KV_EVENT_OP_REMOVED: EventOp.REMOVED,
+    membership_pb2.KV_EVENT_OP_CLEARED: EventOp.CLEARED,
+    membership_pb2.KV_EVENT_OP_SNAPSHOT: EventOp.SNAPSHOT,
+}
+
+_log = logging.getLogger(__name__)
+
+
+class EventSource(Protocol):
+    """Where KV events come from: `cluster.kv_events.KvEventReader`."""
+
+    def watch(self, worker_id: WorkerId) -> None: ...
+
+    def unwatch(self, worker_id: WorkerId) -> None: ...
+
+    def read_again(self, worker_id: WorkerId) -> None: ...
+
+    def ask_snapshot(self, worker_id: WorkerId) -> None: ...
+
+
+@dataclass(slots=True)
+class _Belief:
+    """How much one worker's index entries are worth."""
+
+    confidence: float = 1.0
+    num_low: int = 0  # requests in a row
+    num_events: int = 0
+
+
+class CacheView:
+    """Owned by the router's event loop."""
+
+    def __init__(self, index: PrefixIndex, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._clock = clock
+        self._source: EventSource | None = None
+        self._logs: dict[WorkerId, LogState] = {}
+        self._beliefs: dict[WorkerId, _Belief] = {}
+
+    @property
+    def index(self) -> PrefixIndex:
+        return self._index
+
+    def connect(self, source: EventSource) -> None:
+        """Events come from here on; workers that are known already are watched."""
+        self._source = source
+        for worker_id in self._beliefs:
+            source.watch(worker_id)
+
+    def worker_joined(self, worker_id: WorkerId) -> None:
+        """A new incarnation: what was known of an older one is void."""
+        self._index.drop_worker(worker_id)
+        self._logs.pop(worker_id, None)
+        self._beliefs[worker_id] = _Belief()
+        if self._source is not None:
+            self._source.watch(worker_id)
+
+    def worker_left(self, worker_id: WorkerId) -> None:
+        self._index.drop_worker(worker_id)
+        self._logs.pop(worker_id, None)
+        self._beliefs.pop(worker_id, None)
+        if self._source is not None:
+            self._source.unwatch(worker_id)
+
+    def on_event(self, message: membership_pb2.KvEvent) -> None:
+        """One event of a stream. Malformed ones are dropped: the gap they leave asks for a snapshot."""
+        worker_id = WorkerId(message.worker_id)
+        belief = self._beliefs.get(worker_id)
+        op = _OPS.get(message.op)
+        if belief is None or op is None or len(message.block_hashes) % HASH_BYTES:
+            return
+        belief.num_events += 1
+        event = KvEvent(Incarnation(message.incarnation), message.seq, op, _split(message.block_hashes))
+        state = self._logs.get(worker_id, LogState())
+        self._logs[worker_id], steps = on_event(state, event, self._clock())
+        self._carry_out(worker_id, steps)
+
+    def tick(self) -> None:
+        """Asks again for what was asked for and did not come, and sweeps a part of retired entries."""
+        now_s = self._clock()
+        for worker_id, state in list(self._logs.items()):
+            self._logs[worker_id], steps = on_tick(state, now_s)
+            self._carry_out(worker_id, steps)
+        self._index.sweep()
+
+    def cached_tokens(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> dict[WorkerId, int]:
+        """For each worker the tokens of this prompt that it is believed to hold; the last token is always computed."""
+        matched = self._index.match(hashes, self._clock())
+        most = max(0, num_tokens - 1)
+        return {
+            worker_id: int(min(blocks * block_tokens, most) * self._confidence(worker_id))
+            for worker_id, blocks in matched.items()
+        }
+
+    def chosen(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
+        """The worker will hold these blocks soon: siblings that come before its events follow it."""
+        self._index.speculate(worker_id, hashes, self._clock())
+
+    def observed(self, worker_id: WorkerId, predicted_tokens: int, reported_tokens: int) -> None:
+        """What a worker found in its cache, against what it was believed to hold."""
+        belief = self._beliefs.get(worker_id)
+        if belief is None or predicted_tokens <= 0:
+            return
+        was_right = min(1.0, reported_tokens / predicted_tokens)
+        belief.confidence = CONFIDENCE_KEPT * belief.confidence + (1 - CONFIDENCE_KEPT) * was_right
+        belief.num_low = belief.num_low + 1 if belief.confidence < LOW_CONFIDENCE else 0
+        if belief.num_low >= RESYNC_AFTER_REQUESTS:
+            _log.warning("prefix index is wrong about a worker, asking for a snapshot", extra={"peer": worker_id})
+            belief.num_low = 0
+            belief.confidence = 1.0
+            self._carry_out(worker_id, [DropWorker(), AskSnapshot()])
+
+    def status(self) -> Mapping[str, object]:
+        """For `/statusz`: the index's size, and each worker's blocks, events and confidence."""
+        index = self._index.status()
+        return {
+            "entries": index.entries,
+            "speculative_entries": index.speculative_entries,
+            "rejected": index.rejected,
+            "workers": {
+                worker_id: {
+                    "blocks": self._index.num_blocks(worker_id),
+                    "events": belief.num_events,
+                    "confidence": round(belief.confidence, 3),
+                }
+                for worker_id, belief in self._beliefs.items()
+            },
+        }
+
+    def _confidence(self, worker_id: WorkerId) -> float:
+        belief = self._beliefs.get(worker_id)
+        return 0.0 if belief is None else belief.confidence
+
+    def _carry_out(self, worker_id: WorkerId, steps: Sequence[Step]) -> None:
+        for step in steps:
+            match step:
+                case DropWorker():
+                    self._index.drop_worker(worker_id)
+                case Apply(EventOp.STORED, hashes):
+                    self._index.stored(worker_id, hashes)
+                case Apply(_, hashes):
+                    self._index.removed(worker_id, hashes)
+                case AskRange() if self._source is not None:
+                    self._source.read_again(worker_id)
+                case AskSnapshot() if self._source is not None:
+                    self._source.ask_snapshot(worker_id)
+
+
+def prompt_hashes(token_ids: Sequence[int], scope: HashScope) -> list[BlockHash]:
+    """The names under which a prompt's full blocks are cached."""
+    return hash_blocks(np.asarray(token_ids, dtype=np.int32), scope)
+
+
+def _split(joined: bytes) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(joined[start : start + HASH_BYTES]) for start in range(0, len(joined), HASH_BYTES))
