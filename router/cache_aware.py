@@ -1,6 +1,6 @@
 """The cache-aware policy: the pair of workers with the lowest predicted time to first token and least harm to others.
 
-    prefill  S_p = queue + t_p(L - m, m) + 0.25 evicted + spread      m: tokens of the prompt believed cached there
+    prefill  S_p = queue + 1.1 t_p(L - m, m) + 0.25 evicted + spread  m: tokens of the prompt believed cached there
     decode   S_d = transfer + step + neighbours + pressure + full
     local    S_l = t_p(L - m_d, m_d) + stall of the decode worker's neighbours
 
@@ -32,6 +32,9 @@ from router.worker_state import REPORT_FRESH_S, Role, WorkerState
 NUM_PAIRED = 4
 EVICTION_WEIGHT = 0.25
 SPREAD_WEIGHT = 0.5
+# Computing what another worker holds, or is about to hold, takes capacity from whoever comes next: siblings of a burst
+# wait for the first one's prefix rather than each computing it.
+WORK_WEIGHT = 0.1
 NEAR_TIE_MS, NEAR_TIE_SHARE = 5.0, 0.05
 COLD_SHARE = 0.10  # a best match below this share of the prompt is no reason to go anywhere
 FULL_POOL = 0.85  # above it a decode worker does not prefill as well
@@ -50,16 +53,9 @@ class CacheAwareSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
-    worker: WorkerState
-    terms: dict[str, float]
-    total_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Pair:
-    decode: _Scored
-    prefill: _Scored | None  # None: the decode worker prefills by itself
+    decode: Candidate
+    prefill: Candidate | None  # None: the decode worker prefills by itself
     total_ms: float
 
     @property
@@ -97,14 +93,14 @@ class CacheAware:
             prefill=chosen,
             expected_cached_tokens=cached,
             expected_prefill_ms=self._prefill_ms(request.num_prompt_tokens - cached, cached),
-            candidates=[_candidate(scored) for scored in (*prefills, *decodes)],
+            candidates=(*prefills, *decodes),
             reason="cheaper without a transfer" if is_wanted_local else "lowest predicted time",
             is_fallback=pair.prefill is None and pair.decode.worker.role is Role.DECODE,
         )
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
-    def _score_prefills(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> list[_Scored]:
+    def _score_prefills(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> list[Candidate]:
         workers = [worker for worker in snapshot.prefill if worker.incarnation not in request.excluded]
         num_tokens, cached_tokens = request.num_prompt_tokens, request.cached_tokens
         # Coefficients once for the decision: a thousand workers are scored with plain floats.
@@ -121,19 +117,21 @@ class CacheAware:
             queue_ms = c0 + c1 * booked + c2 * booked * booked / 2 if booked else 0.0
             if now_s - worker.load_at_s <= REPORT_FRESH_S and load.queue_ms > queue_ms:
                 queue_ms = load.queue_ms
-            terms = {"queue": queue_ms, "prefill": c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)}
+            compute_ms = c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)
+            terms = {"queue": queue_ms, "prefill": compute_ms, "work": WORK_WEIGHT * compute_ms}
             never_used = load.free_blocks - load.cached_blocks
             evicted = uncached // worker.block_tokens - never_used
             if evicted > 0 and load.total_blocks:
                 terms["evict"] = EVICTION_WEIGHT * c1 * evicted * worker.block_tokens
             if own_recent > mean_recent:
                 terms["spread"] = SPREAD_WEIGHT * c1 * (own_recent - mean_recent)
-            scored.append(_Scored(worker, terms, sum(terms.values())))
+            scored.append(Candidate.of(worker, terms))
         return scored
 
-    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState]) -> list[_Scored]:
+    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState]) -> list[Candidate]:
         num_tokens, settings = request.num_prompt_tokens, self._settings
         alpha, beta, gamma = self._timing.decode_coefficients
+        c0, c1, c2 = self._timing.prefill_coefficients
         slower_ms = beta + gamma * num_tokens
         scored = []
         for worker in workers:
@@ -146,7 +144,7 @@ class CacheAware:
                 terms["transfer"] = exposed_transfer_ms(
                     missing * worker.kv_bytes_per_token,
                     settings.link_bytes_per_ms,
-                    self._prefill_ms(missing, 0),
+                    c0 + c1 * missing + c2 * missing * missing / 2,
                     worker.num_layers,
                     settings.round_trip_ms,
                 )
@@ -154,15 +152,15 @@ class CacheAware:
                 terms["pressure"] = settings.pressure_weight * (step_ms - settings.itl_slo_ms)
             if (full_ms := full_pool_ms(worker)) > 0:
                 terms["full"] = full_ms
-            scored.append(_Scored(worker, terms, sum(terms.values())))
+            scored.append(Candidate.of(worker, terms))
         return scored
 
-    def _local_ms(self, request: RequestView, decode: _Scored) -> float:
+    def _local_ms(self, request: RequestView, decode: Candidate) -> float:
         """Prefilling on the decode worker: its own time, and what it costs those whose steps wait for it."""
         cached = request.cached_tokens.get(decode.worker.worker_id, 0)
         compute_ms = self._prefill_ms(request.num_prompt_tokens - cached, cached)
         is_shared = num_in_flight(decode.worker) > 0
-        return compute_ms * (2.0 if is_shared else 1.0) + decode.total_ms - decode.terms.get("transfer", 0.0)
+        return compute_ms * (2.0 if is_shared else 1.0) + decode.total_ms - decode.terms_ms.get("transfer", 0.0)
 
     def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:
         c0, c1, c2 = self._timing.prefill_coefficients
@@ -174,8 +172,8 @@ class CacheAware:
         self,
         request: RequestView,
         snapshot: ClusterSnapshot,
-        decodes: Sequence[_Scored],
-        prefills: Sequence[_Scored],
+        decodes: Sequence[Candidate],
+        prefills: Sequence[Candidate],
     ) -> _Pair:
         pairs: list[_Pair] = []
         for decode in heapq.nsmallest(NUM_PAIRED, decodes, key=_total):
@@ -209,7 +207,7 @@ class CacheAware:
         return pair.total_ms >= self._settings.remote_gain * self._local_ms(request, pair.decode)
 
 
-def _alternatives(pair: _Pair, prefills: Sequence[_Scored]) -> list[WorkerState]:
+def _alternatives(pair: _Pair, prefills: Sequence[Candidate]) -> list[WorkerState]:
     """Who else may prefill for this decode worker, best first."""
     others = [
         prefill for prefill in prefills if prefill is not pair.prefill and may_pair(prefill.worker, pair.decode.worker)
@@ -222,9 +220,5 @@ def _used_tokens(worker: WorkerState) -> int:
     return max(used_blocks * worker.block_tokens, worker.booked_kv_tokens)
 
 
-def _candidate(scored: _Scored) -> Candidate:
-    return Candidate(scored.worker.worker_id, scored.worker.role, scored.terms)
-
-
-def _total(scored: _Scored) -> float:
-    return scored.total_ms
+def _total(candidate: Candidate) -> float:
+    return candidate.total_ms

@@ -126,6 +126,6 @@ def _ranked(
     workers: Sequence[WorkerState], terms_of: Callable[[WorkerState], dict[str, float]]
 ) -> tuple[list[WorkerState], list[Candidate]]:
     """Lowest total first; ties go to the fewest in flight, then to the one chosen least recently."""
-    scored = [(Candidate(worker.worker_id, worker.role, terms_of(worker)), worker) for worker in workers]
-    scored.sort(key=lambda pair: (pair[0].total_ms, num_in_flight(pair[1]), pair[1].last_chosen_s))
-    return [worker for _, worker in scored], [candidate for candidate, _ in scored]
+    scored = [Candidate.of(worker, terms_of(worker)) for worker in workers]
+    scored.sort(key=lambda one: (one.total_ms, num_in_flight(one.worker), one.worker.last_chosen_s))
+    return [candidate.worker for candidate in scored], scored

@@ -44,13 +44,13 @@ class ClusterSnapshot:
 class Candidate:
     """One worker as the policy saw it."""
 
-    worker_id: WorkerId
-    role: Role
+    worker: WorkerState
     terms_ms: Mapping[str, float]
+    total_ms: float
 
-    @property
-    def total_ms(self) -> float:
-        return sum(self.terms_ms.values())
+    @classmethod
+    def of(cls, worker: WorkerState, terms_ms: Mapping[str, float]) -> Candidate:
+        return cls(worker, terms_ms, sum(terms_ms.values()))
 
 
 @dataclass(frozen=True, slots=True)

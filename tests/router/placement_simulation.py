@@ -1,0 +1,128 @@
+"""A cluster on a virtual clock: the real policies, bookings and index in front of workers that take modelled time.
+
+A prefill worker computes one prompt at a time and keeps every block it computed; a decode worker runs its requests for
+`output_ms`. Only what the live router would know reaches the policy: bookings, and KV events after they are stored.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.v1 import membership_pb2, worker_pb2
+
+from cluster.block_hash import HashScope
+from cluster.identity import Incarnation, WorkerId
+from router.bookings import Booking
+from router.cache_view import CacheView, prompt_hashes
+from router.placement import ClusterSnapshot, Placement, PlacementPolicy, RequestView
+from router.prefix_index import PrefixIndex
+from router.timing_model import TimingModel
+from router.worker_state import Role, WorkerState
+
+BLOCK_TOKENS = 16
+SCOPE = HashScope(b"scope", "model", BLOCK_TOKENS)
+
+
+def worker(worker_id: str, role: Role = Role.PREFILL, total_blocks: int = 100_000) -> WorkerState:
+    load = worker_pb2.LoadReport(total_blocks=total_blocks, free_blocks=total_blocks)
+    return WorkerState(
+        worker_id=WorkerId(worker_id),
+        incarnation=Incarnation(f"{worker_id}-one"),
+        role=role,
+        control_address="",
+        block_tokens=BLOCK_TOKENS,
+        kv_bytes_per_token=1000,
+        num_layers=4,
+        is_ready=True,
+        is_connected=True,
+        load=load,
+    )
+
+
+@dataclass
+class SimulatedCluster:
+    """`run` sends prompts at their times and counts where they went and how long their first token took."""
+
+    policy: PlacementPolicy
+    timing: TimingModel
+    prefill: list[WorkerState]
+    decode: list[WorkerState]
+    output_ms: float = 500.0
+    now_s: float = 0.0
+    placements: list[Placement] = field(default_factory=list)
+    ttft_ms: list[float] = field(default_factory=list)
+    _free_at_s: dict[WorkerId, float] = field(default_factory=dict)
+    _caches: dict[WorkerId, set[bytes]] = field(default_factory=dict)
+    _seqs: Counter[WorkerId] = field(default_factory=Counter)
+    _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _num_events: int = 0
+
+    def __post_init__(self) -> None:
+        self.view = CacheView(PrefixIndex(), lambda: self.now_s)
+        for state in self.prefill + self.decode:
+            self.view.worker_joined(state.worker_id)
+
+    def run(self, prompts: Sequence[tuple[float, Sequence[int]]]) -> None:
+        for at_s, token_ids in prompts:
+            self._advance(at_s)
+            self._place(token_ids)
+        self._advance(float("inf"))
+
+    def prefills_of(self) -> Counter[WorkerId]:
+        return Counter(placement.prefill[0].worker_id for placement in self.placements if placement.prefill)
+
+    def _place(self, token_ids: Sequence[int]) -> None:
+        hashes = prompt_hashes(token_ids, SCOPE)
+        request = RequestView(
+            num_prompt_tokens=len(token_ids),
+            max_tokens=64,
+            block_hashes=hashes,
+            cached_tokens=self.view.cached_tokens(hashes, BLOCK_TOKENS, len(token_ids)),
+        )
+        placement = self.policy.place(request, ClusterSnapshot(self.prefill, self.decode), self.now_s)
+        booking = Booking(placement, len(token_ids), 64, self.now_s)
+        self.placements.append(placement)
+        computing = placement.prefill[0] if placement.prefill else placement.decode
+        self.view.chosen(computing.worker_id, hashes)
+        cache = self._caches.setdefault(computing.worker_id, set())
+        num_cached = 0
+        for block_hash in hashes:
+            if block_hash not in cache:
+                break
+            num_cached += BLOCK_TOKENS
+        num_cached = min(num_cached, len(token_ids) - 1)
+        start_s = max(self.now_s, self._free_at_s.get(computing.worker_id, 0.0))
+        end_s = start_s + self.timing.prefill_ms(len(token_ids) - num_cached, num_cached) / 1000
+        self._free_at_s[computing.worker_id] = end_s
+        cache.update(hashes)
+        self.ttft_ms.append((end_s - self.now_s) * 1000)
+
+        def first_token() -> None:
+            booking.first_token()
+            self._seqs[computing.worker_id] += 1
+            self.view.on_event(
+                membership_pb2.KvEvent(
+                    worker_id=computing.worker_id,
+                    incarnation=computing.incarnation,
+                    seq=self._seqs[computing.worker_id],
+                    op=membership_pb2.KV_EVENT_OP_STORED,
+                    block_hashes=b"".join(hashes),
+                )
+            )
+
+        self._at(end_s, first_token)
+        self._at(end_s + self.output_ms / 1000, booking.release)
+
+    def _at(self, at_s: float, action: Callable[[], None]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (at_s, self._num_events, action))
+
+    def _advance(self, to_s: float) -> None:
+        while self._events and self._events[0][0] <= to_s:
+            self.now_s, _, action = heapq.heappop(self._events)
+            action()
+        if to_s != float("inf"):
+            self.now_s = to_s

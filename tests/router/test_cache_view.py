@@ -1,0 +1,199 @@
+"""What the router believes of caches: fed by events, repaired after gaps, weighed by how right it has been."""
+
+from __future__ import annotations
+
+import httpx
+import numpy as np
+from tandem.v1 import membership_pb2
+
+from cluster.block_hash import HashScope, hash_blocks
+from cluster.identity import BlockHash, WorkerId
+from router.cache_view import RESYNC_AFTER_REQUESTS, CacheView, prompt_hashes
+from router.prefix_index import PrefixIndex
+from tests.router.conftest import MODEL, StartRouter
+from tests.router.scripted_worker import ScriptedWorker
+
+SCOPE = HashScope(b"scope", "model", 16)
+TOKENS = list(range(160))
+HASHES = prompt_hashes(TOKENS, SCOPE)
+W = WorkerId("prefill-0")
+
+
+class Source:
+    """Notes what was asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, WorkerId]] = []
+
+    def watch(self, worker_id: WorkerId) -> None:
+        self.calls.append(("watch", worker_id))
+
+    def unwatch(self, worker_id: WorkerId) -> None:
+        self.calls.append(("unwatch", worker_id))
+
+    def read_again(self, worker_id: WorkerId) -> None:
+        self.calls.append(("read_again", worker_id))
+
+    def ask_snapshot(self, worker_id: WorkerId) -> None:
+        self.calls.append(("ask_snapshot", worker_id))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def _view() -> tuple[CacheView, Source, Clock]:
+    clock, source = Clock(), Source()
+    view = CacheView(PrefixIndex(), clock)
+    view.connect(source)
+    view.worker_joined(W)
+    return view, source, clock
+
+
+def _event(
+    seq: int, hashes: list[BlockHash], op: int = membership_pb2.KV_EVENT_OP_STORED, incarnation: str = "one"
+) -> membership_pb2.KvEvent:
+    event = membership_pb2.KvEvent(worker_id=W, incarnation=incarnation, seq=seq, block_hashes=b"".join(hashes))
+    event.op = op  # type: ignore[assignment]
+    return event
+
+
+def _cached(view: CacheView) -> int:
+    return view.cached_tokens(HASHES, 16, len(TOKENS)).get(W, 0)
+
+
+def test_rt24_the_router_hashes_as_the_workers_do() -> None:
+    assert hash_blocks(np.array(TOKENS, dtype=np.int32), SCOPE) == HASHES
+
+
+def test_stored_removed_cleared_blocks_show_in_the_match() -> None:
+    view, _, _ = _view()
+    view.on_event(_event(1, HASHES[:6]))
+    assert _cached(view) == 96
+    view.on_event(_event(2, HASHES[4:6], membership_pb2.KV_EVENT_OP_REMOVED))
+    assert _cached(view) == 64
+    view.on_event(_event(3, [], membership_pb2.KV_EVENT_OP_CLEARED))
+    assert _cached(view) == 0
+
+
+def test_the_last_token_is_always_computed() -> None:
+    view, _, _ = _view()
+    view.on_event(_event(1, HASHES))
+    assert _cached(view) == len(TOKENS) - 1
+
+
+def test_f40_rt14_a_gap_asks_and_keeps_serving_then_for_a_snapshot() -> None:
+    view, source, clock = _view()
+    view.on_event(_event(1, HASHES[:2]))
+    view.on_event(_event(3, HASHES[4:6]))
+    assert source.calls[-1] == ("read_again", W)
+    assert _cached(view) == 32
+    clock.now_s = 2.0
+    view.tick()
+    assert source.calls[-1] == ("ask_snapshot", W)
+    view.on_event(_event(3, HASHES[:6], membership_pb2.KV_EVENT_OP_SNAPSHOT))
+    assert _cached(view) == 96
+
+
+def test_f40_rt18_a_restarted_worker_holds_nothing() -> None:
+    view, source, _ = _view()
+    view.on_event(_event(9, HASHES, membership_pb2.KV_EVENT_OP_SNAPSHOT))
+    assert _cached(view) > 0
+    view.worker_joined(W)
+    assert _cached(view) == 0
+    view.on_event(_event(1, HASHES[:1], incarnation="two"))
+    assert _cached(view) == 16
+    view.worker_left(W)
+    assert _cached(view) == 0
+    assert source.calls[-1] == ("unwatch", W)
+
+
+def test_s_b68_events_of_unknown_workers_and_garbled_ones_change_nothing() -> None:
+    view, _, _ = _view()
+    stranger = membership_pb2.KvEvent(worker_id="who", incarnation="x", seq=1, block_hashes=HASHES[0])
+    stranger.op = membership_pb2.KV_EVENT_OP_STORED
+    view.on_event(stranger)
+    garbled = _event(1, HASHES[:1])
+    garbled.block_hashes = garbled.block_hashes[:-1]
+    view.on_event(garbled)
+    view.on_event(_event(1, HASHES[:1], membership_pb2.KV_EVENT_OP_UNSPECIFIED))
+    assert view.cached_tokens(HASHES, 16, len(TOKENS)) == {}
+
+
+def test_chosen_blocks_count_at_once_and_expire_unless_confirmed() -> None:
+    view, _, clock = _view()
+    view.chosen(W, HASHES[:4])
+    assert _cached(view) == 64
+    clock.now_s = 3.5
+    assert _cached(view) == 0
+
+
+def test_confidence_weighs_a_match_and_a_worker_that_is_always_wrong_is_asked_anew() -> None:
+    view, source, _ = _view()
+    view.on_event(_event(1, HASHES[:8]))
+    view.observed(W, 128, 64)
+    assert _cached(view) == int(128 * 0.95)
+    num_wrong = 0
+    while ("ask_snapshot", W) not in source.calls:
+        view.observed(W, 128, 0)
+        num_wrong += 1
+    assert RESYNC_AFTER_REQUESTS < num_wrong < 2 * RESYNC_AFTER_REQUESTS
+    assert _cached(view) == 0
+    view.on_event(_event(1, HASHES[:2], membership_pb2.KV_EVENT_OP_SNAPSHOT))
+    assert _cached(view) == 32
+
+
+def test_right_predictions_restore_confidence() -> None:
+    view, _, _ = _view()
+    view.on_event(_event(1, HASHES[:8]))
+    for _ in range(5):
+        view.observed(W, 128, 0)
+    low = _cached(view)
+    for _ in range(40):
+        view.observed(W, 128, 128)
+    assert low < 80
+    assert _cached(view) >= 125
+
+
+async def test_the_live_router_sends_a_prompt_where_its_prefix_is(start_router: StartRouter) -> None:
+    router = await start_router(policy="cache_aware")
+    workers = [await router.add_worker(router.new_worker(f"both-{name}", "aggregated")) for name in "abc"]
+    view = router.core.cache_view
+    assert view is not None
+    body = {"model": MODEL, "prompt": list(range(200)), "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=router.url) as http:
+        assert (await http.post("/v1/completions", json=body)).status_code == 200
+        (home,) = [worker for worker in workers if worker.submits]
+        for _ in range(4):
+            await http.post("/v1/completions", json=body)
+        assert len(home.submits) == 5
+        elsewhere = _event_of(next(worker for worker in workers if worker is not home), home)
+        view.on_event(elsewhere)
+        status = (await http.get("/statusz")).json()
+    assert status["policy"] == "cache_aware"
+    assert status["prefix_index"]["entries"] == 12
+    assert set(status["prefix_index"]["workers"]) == {"both-a", "both-b", "both-c"}
+
+
+def _event_of(worker: ScriptedWorker, home: ScriptedWorker) -> membership_pb2.KvEvent:
+    submit = home.submits[0]
+    scope = HashScope(submit.scope.scope_key, "", 16)
+    event = membership_pb2.KvEvent(worker_id=worker.worker_id, incarnation=worker.incarnation, seq=1)
+    event.op = membership_pb2.KV_EVENT_OP_STORED
+    event.block_hashes = b"".join(prompt_hashes(list(submit.token_ids), scope))
+    return event
+
+
+async def test_s_b41_another_tenants_prefix_is_no_match(start_router: StartRouter) -> None:
+    router = await start_router(policy="cache_aware")
+    await router.add_worker(router.new_worker("both-a", "aggregated"))
+    async with httpx.AsyncClient(base_url=router.url) as http:
+        for salt in ("x", "y"):
+            body = {"model": MODEL, "prompt": list(range(200)), "max_tokens": 1, "cache_salt": salt}
+            await http.post("/v1/completions", json=body)
+    view = router.core.cache_view
+    assert view is not None
+    assert view.index.status().speculative_entries == 24

@@ -1,0 +1,310 @@
+"""Where requests go: every policy on the same workers, and the faults of other routers as inputs."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import Counter
+
+import pytest
+from tandem.v1 import worker_pb2
+
+from cluster.errors import NoWorkersAvailable
+from cluster.identity import WorkerId
+from router.bookings import Booking
+from router.cache_aware import CacheAware, CacheAwareSettings
+from router.load_policies import LeastLoaded, RoundRobin
+from router.placement import ClusterSnapshot, PlacementPolicy, RequestView
+from router.policies import DEFAULT_PRIOR, choose_policy
+from router.timing_model import TimingModel
+from router.worker_state import Role, WorkerState
+from tests.router.placement_simulation import BLOCK_TOKENS, SimulatedCluster, worker
+
+POLICIES = ("cache_aware", "least_loaded", "round_robin")
+NO_LOCAL = CacheAwareSettings(local_below_tokens=0, remote_gain=1e9)  # prefill workers always prefill
+
+
+def _request(num_tokens: int = 1000, **fields: object) -> RequestView:
+    return RequestView(num_prompt_tokens=num_tokens, max_tokens=64, **fields)  # type: ignore[arg-type]
+
+
+def _snapshot(num_prefill: int, num_decode: int, *, local: bool = True) -> ClusterSnapshot:
+    return ClusterSnapshot(
+        [worker(f"prefill-{i}") for i in range(num_prefill)],
+        [worker(f"decode-{i}", Role.DECODE) for i in range(num_decode)],
+        local,
+    )
+
+
+def _cache_aware(settings: CacheAwareSettings = NO_LOCAL, seed: int = 1) -> CacheAware:
+    return CacheAware(TimingModel(DEFAULT_PRIOR), settings, random.Random(seed))
+
+
+def _make(name: str) -> PlacementPolicy:
+    return _cache_aware() if name == "cache_aware" else choose_policy(name, 1).policy
+
+
+def _spread(policy: PlacementPolicy, snapshot: ClusterSnapshot, count: int, num_tokens: int = 1000) -> Counter[str]:
+    """Places requests that all stay; who got them as prefill worker."""
+    counts: Counter[str] = Counter()
+    for number in range(count):
+        placement = policy.place(_request(num_tokens), snapshot, float(number))
+        Booking(placement, num_tokens, 64, float(number))
+        counts[placement.prefill[0].worker_id] += 1
+    return counts
+
+
+# --- eligibility ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_f08_rt35_nobody_there_is_said_and_local_prefill_only_where_allowed(name: str) -> None:
+    policy = _make(name)
+    with pytest.raises(NoWorkersAvailable, match="no decode worker"):
+        policy.place(_request(), _snapshot(1, 0), 0.0)
+    with pytest.raises(NoWorkersAvailable, match="no prefill worker"):
+        policy.place(_request(), _snapshot(0, 1, local=False), 0.0)
+    placement = policy.place(_request(), _snapshot(0, 1), 0.0)
+    assert placement.is_local
+    assert placement.is_fallback
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_s_b65_excluded_workers_and_refused_pairs_are_never_chosen(name: str) -> None:
+    policy, snapshot = _make(name), _snapshot(2, 2)
+    excluded = frozenset({snapshot.prefill[0].incarnation, snapshot.decode[1].incarnation})
+    for _ in range(10):
+        placement = policy.place(_request(excluded=excluded), snapshot, 0.0)
+        assert placement.decode is snapshot.decode[0]
+        assert list(placement.prefill) == [snapshot.prefill[1]]
+    snapshot.decode[0].refused = frozenset({snapshot.prefill[1].incarnation})
+    placement = policy.place(_request(excluded=excluded), snapshot, 0.0)
+    assert placement.is_local
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_f27_a_worker_that_is_too_small_is_not_chosen(name: str) -> None:
+    small, large = worker("small", Role.DECODE, total_blocks=10), worker("large", Role.DECODE, total_blocks=100)
+    snapshot = ClusterSnapshot([worker("prefill-0")], [small, large])
+    assert all(_make(name).place(_request(), snapshot, 0.0).decode is large for _ in range(5))
+    with pytest.raises(NoWorkersAvailable, match="room"):
+        _make(name).place(_request(5000), snapshot, 0.0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_aggregated_workers_take_requests_alone(name: str) -> None:
+    snapshot = ClusterSnapshot([], [worker("both", Role.AGGREGATED)], allows_local_prefill=False)
+    placement = _make(name).place(_request(), snapshot, 0.0)
+    assert placement.is_local
+    assert not placement.is_fallback
+
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_rt7_round_robin_serves_every_worker_equally_also_late_ones() -> None:
+    policy, snapshot = RoundRobin(), _snapshot(1, 6)
+    counts: Counter[str] = Counter(policy.place(_request(), snapshot, 0.0).decode.worker_id for _ in range(600))
+    assert set(counts.values()) == {100}
+    late = ClusterSnapshot(snapshot.prefill, [*snapshot.decode, worker("late", Role.DECODE)])
+    counts = Counter(policy.place(_request(), late, 0.0).decode.worker_id for _ in range(700))
+    assert set(counts.values()) == {100}
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "least_loaded"])
+def test_rt2_rt29_a_burst_spreads_because_it_is_booked_when_it_is_decided(name: str) -> None:
+    counts = _spread(_make(name), _snapshot(4, 4), 16, num_tokens=4000)
+    assert set(counts.values()) == {4}
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "least_loaded"])
+def test_rt5_ties_are_uniform(name: str) -> None:
+    counts = _spread(_make(name), _snapshot(4, 2), 1000)
+    assert sum((count - 250) ** 2 / 250 for count in counts.values()) < 16.3  # chi square, 3 degrees, p = 0.001
+
+
+def test_rt30_rt39_a_stale_idle_report_does_not_outweigh_what_is_booked() -> None:
+    snapshot = _snapshot(2, 1)
+    frozen, other = snapshot.prefill
+    frozen.load_at_s = other.load_at_s = 0.0
+    policy = LeastLoaded(TimingModel(DEFAULT_PRIOR))
+    counts: Counter[str] = Counter()
+    for number in range(20):
+        placement = policy.place(_request(2000), snapshot, 2.0)
+        Booking(placement, 2000, 64, 2.0 + number)
+        counts[placement.prefill[0].worker_id] += 1
+    assert counts[frozen.worker_id] == 10
+    assert counts[other.worker_id] == 10
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "least_loaded"])
+def test_a_fresh_report_of_others_load_counts(name: str) -> None:
+    snapshot = _snapshot(2, 1)
+    snapshot.prefill[0].take_report(worker_pb2.LoadReport(queue_ms=5000), 10.0)
+    placement = _make(name).place(_request(), snapshot, 10.5)
+    assert placement.prefill[0] is snapshot.prefill[1]
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "least_loaded"])
+def test_rt8_full_pools_are_avoided_until_all_are_full(name: str) -> None:
+    snapshot = _snapshot(1, 4)
+    for state in snapshot.decode[:3]:
+        state.take_report(worker_pb2.LoadReport(total_blocks=1000, free_blocks=20), 0.0)
+    assert _make(name).place(_request(100), snapshot, 0.0).decode is snapshot.decode[3]
+    snapshot.decode[3].take_report(worker_pb2.LoadReport(total_blocks=1000, free_blocks=20), 0.0)
+    assert _make(name).place(_request(100), snapshot, 0.0).decode in snapshot.decode
+
+
+def test_rt37_prefill_is_charged_the_prompt_and_decode_the_kv() -> None:
+    snapshot = _snapshot(1, 1)
+    placement = LeastLoaded(TimingModel(DEFAULT_PRIOR)).place(_request(1000), snapshot, 0.0)
+    booking = Booking(placement, 1000, 64, 0.0)
+    prefill, decode = snapshot.prefill[0], snapshot.decode[0]
+    assert (prefill.booked_prefill_tokens, prefill.booked_kv_tokens) == (1000, 0)
+    assert (decode.booked_prefill_tokens, decode.booked_kv_tokens) == (0, 1064)
+    booking.first_token()
+    booking.first_token()
+    assert (prefill.booked_prefill_tokens, prefill.booked_requests) == (0, 0)
+    booking.release()
+    booking.release()
+    booking.first_token()
+    for state in (prefill, decode):
+        assert (state.booked_requests, state.booked_prefill_tokens, state.booked_kv_tokens) == (0, 0, 0)
+
+
+# --- caches -----------------------------------------------------------------------------------------------------------
+
+
+def _cluster(policy: PlacementPolicy, num_prefill: int, num_decode: int) -> SimulatedCluster:
+    snapshot = _snapshot(num_prefill, num_decode)
+    return SimulatedCluster(policy, TimingModel(DEFAULT_PRIOR), list(snapshot.prefill), list(snapshot.decode))
+
+
+def _shared_prefix_prompts(count: int, rate_per_s: float) -> list[tuple[float, list[int]]]:
+    """The same 2,048 tokens, then 200 of its own."""
+    chance = random.Random(2)
+    shared = [chance.randrange(1000) for _ in range(2048)]
+    at_s, prompts = 0.0, []
+    for _ in range(count):
+        at_s += chance.expovariate(rate_per_s)
+        prompts.append((at_s, [*shared, *(chance.randrange(1000) for _ in range(200))]))
+    return prompts
+
+
+def test_rt1_a_hot_shared_prefix_does_not_send_everybody_to_one_worker() -> None:
+    cluster = _cluster(_cache_aware(), 8, 8)
+    cluster.run(_shared_prefix_prompts(600, rate_per_s=25))
+    counts = cluster.prefills_of()
+    assert len(counts) == 8
+    assert min(counts.values()) >= 0.05 * 600
+    assert max(counts.values()) <= 1.3 * 600 / 8
+
+
+def test_cache_aware_is_faster_than_round_robin_on_shared_prefixes() -> None:
+    """100 documents of 3,000 tokens, each asked about four times in no order; four prefill workers."""
+    chance = random.Random(4)
+    documents = [[chance.randrange(1000) for _ in range(3008)] for _ in range(100)]
+    order = [document for document in documents for _ in range(4)]
+    chance.shuffle(order)
+    at_s, prompts = 0.0, []
+    for document in order:
+        at_s += chance.expovariate(1.2)
+        prompts.append((at_s, [*document, *(chance.randrange(1000) for _ in range(40))]))
+    median_ms = {}
+    for name in ("cache_aware", "round_robin"):
+        cluster = _cluster(_make(name), 4, 4)
+        cluster.run(prompts)
+        median_ms[name] = statistics.median(cluster.ttft_ms)
+        counts = cluster.prefills_of()
+        assert max(counts.values()) <= 1.3 * len(prompts) / 4
+    assert median_ms["cache_aware"] * 2 <= median_ms["round_robin"]
+
+
+def test_conversations_stay_where_their_prefix_is() -> None:
+    """Nine of ten later turns go to the worker of the turn before."""
+    chance = random.Random(6)
+    cluster = _cluster(_cache_aware(), 4, 4)
+    histories = [[chance.randrange(1000) for _ in range(1024)] for _ in range(40)]
+    turns: list[tuple[float, int, list[int]]] = []
+    at_s = 0.0
+    for _ in range(10):
+        for number, history in enumerate(histories):
+            at_s += chance.expovariate(8)
+            history.extend(chance.randrange(1000) for _ in range(96))
+            turns.append((at_s, number, list(history)))
+    cluster.run([(at, tokens) for at, _, tokens in turns])
+    homes: dict[int, WorkerId] = {}
+    num_stayed = 0
+    for (_, number, _), placement in zip(turns, cluster.placements, strict=True):
+        home = placement.prefill[0].worker_id
+        num_stayed += homes.get(number) == home
+        homes[number] = home
+    assert num_stayed >= 0.9 * (len(turns) - len(histories))
+
+
+def test_a_burst_of_siblings_stays_together_before_any_event_has_come() -> None:
+    cluster = _cluster(_cache_aware(), 4, 4)
+    chance = random.Random(8)
+    shared = [chance.randrange(1000) for _ in range(4096)]
+    cluster.run([(0.001 * number, [*shared, number, *range(15)]) for number in range(3)])
+    assert len(cluster.prefills_of()) == 1
+
+
+def test_rt57_a_loaded_worker_with_the_prefix_loses_to_an_idle_one_without() -> None:
+    snapshot = _snapshot(2, 1)
+    snapshot.prefill[0].booked_prefill_tokens = 50_000
+    cached = {snapshot.prefill[0].worker_id: 992}
+    placement = _cache_aware().place(_request(1000, cached_tokens=cached), snapshot, 0.0)
+    assert placement.prefill[0] is snapshot.prefill[1]
+
+
+def test_local_prefill_when_little_is_missing_and_not_when_the_pool_is_full() -> None:
+    snapshot = _snapshot(2, 1)
+    decode = snapshot.decode[0]
+    policy = _cache_aware(CacheAwareSettings())
+    cached = {decode.worker_id: 900}
+    placement = policy.place(_request(1000, cached_tokens=cached), snapshot, 0.0)
+    assert placement.is_local
+    assert not placement.is_fallback
+    assert placement.expected_cached_tokens == 900
+    decode.take_report(worker_pb2.LoadReport(total_blocks=1000, free_blocks=100), 0.0)
+    assert not policy.place(_request(1000, cached_tokens=cached), snapshot, 0.0).is_local
+
+
+def test_every_decision_explains_itself_in_milliseconds() -> None:
+    snapshot = _snapshot(3, 2)
+    placement = _cache_aware().place(_request(), snapshot, 0.0)
+    assert {candidate.worker.worker_id for candidate in placement.candidates} == {
+        state.worker_id for state in (*snapshot.prefill, *snapshot.decode)
+    }
+    for candidate in placement.candidates:
+        assert candidate.total_ms == pytest.approx(sum(candidate.terms_ms.values()))
+        assert all(term >= 0 for term in candidate.terms_ms.values())
+
+
+def test_decisions_are_fast_with_64_and_1000_workers() -> None:
+    """Far above what a quiet machine needs (benchmarks/router_decision.py has those figures)."""
+    for num_workers, limit_ms in ((64, 5.0), (1000, 60.0)):
+        snapshot = _snapshot(num_workers // 2, num_workers // 2)
+        cached = {state.worker_id: 320 for state in snapshot.prefill[::3]}
+        policy = _cache_aware()
+        times_ms = []
+        for _ in range(20):
+            started = time.perf_counter()
+            policy.place(_request(32_000, cached_tokens=cached), snapshot, 0.0)
+            times_ms.append((time.perf_counter() - started) * 1000)
+        assert min(times_ms) < limit_ms
+
+
+def test_recent_share_fades() -> None:
+    state: WorkerState = worker("prefill-0")
+    state.add_recent_tokens(1000, 0.0)
+    assert state.recent_tokens(30.0) == pytest.approx(500)
+    assert state.recent_tokens(60.0) == pytest.approx(250)
+
+
+def test_unknown_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match="made up"):
+        choose_policy("made up", 0)
+    assert BLOCK_TOKENS == 16
