@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)
@@ -118,6 +118,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tandem_model_isa": (c_char_p, (c_void_p,)),
     "tandem_model_status": (None, (c_void_p, POINTER(ModelStatus))),
     "tandem_model_memory": (c_int32, (c_void_p, c_int32, POINTER(c_uint64), POINTER(c_uint64))),
+    "tandem_gumbel_argmax": (
+        c_int32,
+        (c_char_p, c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
     "tandem_read_once": (c_int64, (c_char_p, c_void_p, c_int64)),
     "tandem_multiply_in_registers": (c_double, (c_char_p, c_int32, c_int32)),
     "tandem_model_forward": (c_int32, (c_void_p, POINTER(Step), c_void_p, c_int64, c_void_p, LayerCallbackPointer)),

@@ -1,6 +1,7 @@
 // The C functions of tandem_native.h: exceptions become return codes and a message.
 #include <cstring>
 #include <exception>
+#include <stdexcept>
 #include <string>
 
 #include "cpu_features.h"
@@ -85,6 +86,20 @@ int32_t tandem_model_memory(const TandemModel* model, int32_t index, uint64_t* a
 int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* logits, int64_t logits_stride,
                              float* hidden, TandemLayerCallback layer_done) {
     return guarded([&] { model->decoder.forward(*step, logits, (size_t)logits_stride, hidden, layer_done); });
+}
+
+int32_t tandem_gumbel_argmax(const char* isa, const float* scaled, int64_t stride, int32_t rows, int32_t vocab_size,
+                             const int64_t* peak_ids, const uint64_t* seeds, const uint64_t* choice_indices,
+                             const uint64_t* positions, int64_t* token_ids) {
+    return guarded([&] {
+        const tandem::KernelTable kernels = kernels_for(isa);
+        for (int32_t row = 0; row < rows; ++row) {
+            if (peak_ids[row] < 0 || peak_ids[row] >= vocab_size)
+                throw std::invalid_argument("a peak is outside the vocabulary");
+            const tandem::NoiseKey key = {seeds[row], (uint32_t)choice_indices[row], (uint32_t)positions[row]};
+            token_ids[row] = kernels.gumbel_argmax(scaled + row * stride, vocab_size, peak_ids[row], key);
+        }
+    });
 }
 
 int64_t tandem_read_once(const char* isa, const void* data, int64_t num_bytes) {

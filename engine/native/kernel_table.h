@@ -53,6 +53,13 @@ constexpr int kMaxAttentionRows = 384;  // query tokens * group of one task, unl
 // Up to this many query tokens a task takes all KV heads, so that a block's bytes are read in one run.
 constexpr int kMaxSharedQueries = 16;
 
+// Whose noise a sampled row uses (engine/noise.py).
+struct NoiseKey {
+    uint64_t seed;
+    uint32_t choice_index;
+    uint32_t position;
+};
+
 struct KernelTable {
     const char* name;
     LinearKernels linear[kNumFormats];
@@ -68,6 +75,8 @@ struct KernelTable {
     // `next` (or null) is the task that this thread does after this one: its first bytes are fetched.
     void (*attention)(const AttentionTask& task, const AttentionTask* next, void* scratch);
     void (*embed)(const PackedMatrix& table, int token, float* out);
+    // The token with the largest scaled logit + noise; scaled[peak] is the largest scaled logit, 0.
+    int64_t (*gumbel_argmax)(const float* scaled, int vocab_size, int64_t peak, const NoiseKey& key);
     // For benchmarks: reads bytes (a multiple of 128) once; multiplies in registers and returns the operations done.
     int32_t (*read_once)(const uint8_t* data, size_t num_bytes);
     double (*multiply_in_registers)(NumberFormat format, int iterations);

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 1
+#define TANDEM_ABI_VERSION 2
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -113,6 +113,12 @@ TANDEM_API int32_t tandem_model_memory(const TandemModel* model, int32_t index, 
  * logits_stride is at least vocab_size rounded up to 16; the columns after vocab_size are undefined. */
 TANDEM_API int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* logits, int64_t logits_stride,
                              float* hidden, TandemLayerCallback layer_done);
+
+/* The tokens that `engine.sampler.gumbel_argmax` chooses, for rows of `scaled` [rows, stride] float32 whose largest value
+ * is 0 at peak_ids[row]. seeds, choice_indices, positions [rows]: whose noise. `isa` empty: the best one. */
+TANDEM_API int32_t tandem_gumbel_argmax(const char* isa, const float* scaled, int64_t stride, int32_t rows,
+                                        int32_t vocab_size, const int64_t* peak_ids, const uint64_t* seeds,
+                                        const uint64_t* choice_indices, const uint64_t* positions, int64_t* token_ids);
 
 /* What the machine can do at best, for benchmarks, with the instructions of `isa` (empty: the best one). The first reads
  * the bytes once and returns some sum of them; the second multiplies `iterations` times in registers, in the way that

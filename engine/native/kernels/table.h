@@ -6,6 +6,7 @@
 #include "kernels/embedding.h"
 #include "kernels/floors.h"
 #include "kernels/quantized_linear.h"
+#include "kernels/sampling.h"
 
 namespace {
 
@@ -27,6 +28,7 @@ inline tandem::KernelTable make_table(const char* name) {
             &attention_scratch_bytes,
             &attention,
             &embed,
+            &gumbel_argmax,
             &read_once,
             &multiply_in_registers};
 }

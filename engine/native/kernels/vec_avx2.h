@@ -42,6 +42,13 @@ inline I iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void istore(void* p, I x) { _mm256_storeu_si256((__m256i*)p, x); }
 inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
 inline I iand(I a, I b) { return _mm256_and_si256(a, b); }
+inline I ixor(I a, I b) { return _mm256_xor_si256(a, b); }
+inline void imultiply_wide(I a, uint32_t factor, I* high, I* low) {
+    const I f = _mm256_set1_epi32((int32_t)factor);
+    const I even = _mm256_mul_epu32(a, f), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), f);
+    *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+}
 template <int N>
 inline I ishift_left(I a) { return _mm256_slli_epi32(a, N); }
 template <int N>

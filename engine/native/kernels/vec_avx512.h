@@ -36,6 +36,14 @@ inline I iload(const void* p) { return _mm512_loadu_si512(p); }
 inline void istore(void* p, I x) { _mm512_storeu_si512(p, x); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
+inline I ixor(I a, I b) { return _mm512_xor_si512(a, b); }
+// The 64-bit products of unsigned lanes with `factor`: upper and lower halves.
+inline void imultiply_wide(I a, uint32_t factor, I* high, I* low) {
+    const I f = _mm512_set1_epi32((int32_t)factor);
+    const I even = _mm512_mul_epu32(a, f), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), f);
+    *high = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
+    *low = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
+}
 template <int N>
 inline I ishift_left(I a) { return _mm512_slli_epi32(a, N); }
 template <int N>

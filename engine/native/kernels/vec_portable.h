@@ -52,6 +52,14 @@ inline I iload(const void* p) {
 inline void istore(void* p, I x) { std::memcpy(p, &x, sizeof x); }
 inline I iadd(I a, I b) { return a + b; }
 inline I iand(I a, I b) { return a & b; }
+inline I ixor(I a, I b) { return a ^ b; }
+inline void imultiply_wide(I a, uint32_t factor, I* high, I* low) {
+    for (int i = 0; i < kWidth; ++i) {
+        const uint64_t product = (uint64_t)factor * (uint32_t)a[i];
+        (*high)[i] = (int32_t)(product >> 32);
+        (*low)[i] = (int32_t)(uint32_t)product;
+    }
+}
 template <int N>
 inline I ishift_left(I a) { return (I)((U)a << N); }
 template <int N>
