@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from cluster.sampling_params import NO_LOGPROBS, SamplingParams
+from engine import native_sampler
 from engine.logit_filters import drop_filtered, has_filter
 from engine.logprobs import position_logprobs
 from engine.noise import (
@@ -140,6 +141,8 @@ def _draw(
         np.array([row.state.params.choice_index for row in rows], dtype=np.uint64),
         np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
     )
+    if native_sampler.is_usable():
+        return native_sampler.gumbel_argmax(scaled, peak_ids, keys)
     return gumbel_argmax(scaled, peak_ids, keys)
 
 
