@@ -45,6 +45,10 @@ class WorkerSettings(BaseModel):
     max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
     max_sequences: int = Field(default=64, ge=1, description="sequences in one engine step")
     max_waiting: int = Field(default=256, ge=1, description="bound of the waiting queue")
+    speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = Field(
+        default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
+    )
+    num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
     num_threads: int = Field(default=1, ge=1, description="compute threads")
     seed: int = 0
     metrics_port: int = Field(default=0, description="0: served on the gRPC admin only")

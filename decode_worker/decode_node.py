@@ -33,6 +33,7 @@ from decode_worker.request_timeline import RequestTimeline
 from decode_worker.reservations import Reservations
 from decode_worker.router_session import RouterSession
 from decode_worker.session_service import SessionService
+from decode_worker.speculation.opening import open_speculator
 from engine.worker_engine import WorkerEngine, load_report, open_engine
 from kv_transfer.endpoints import ReceivingEnds, read_host_id
 from kv_transfer.hello import HandoffIdentity
@@ -87,7 +88,7 @@ class DecodeNode:
     async def build(cls, context: WorkerContext) -> DecodeNode:
         """Loads the model. Raises `StartupError`."""
         fallbacks = Fallbacks()
-        return cls(context, open_engine(context, fallbacks), fallbacks)
+        return cls(context, open_engine(context, fallbacks, open_speculator), fallbacks)
 
     # --- as its process drives it -------------------------------------------------------------------------------------
 

@@ -100,6 +100,8 @@ def serve(
     dtype: Dtype = None,
     backend: Backend = None,
     quantization: Quantization = None,
+    speculation: Annotated[str | None, typer.Option(help="off, auto, ngram or suffix: guess and verify tokens")] = None,
+    num_drafts: Annotated[int | None, typer.Option(help="guesses in one step of one sequence, at most", min=1)] = None,
     prefill: Count = None,
     decode: Count = None,
     aggregated: Count = None,
@@ -130,6 +132,7 @@ def serve(
 
     flags = {
         "model": model, "dtype": dtype, "backend": backend, "quantization": quantization,
+        "speculation": speculation, "num_drafts": num_drafts,
         "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,
         "prefill.num_threads": num_threads, "decode.num_threads": num_threads, "aggregated.num_threads": num_threads,
         "transports": tuple(transport.split(",")) if transport else None, "block_tokens": block_tokens,

@@ -142,6 +142,8 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
         dtype=config.dtype,
         backend=config.backend,
         quantization=config.quantization,
+        speculation=config.speculation,
+        num_drafts=config.num_drafts,
         listen=target,
         runtime_dir=shared.runtime_dir,
         redis_url=shared.redis_url,

@@ -18,6 +18,7 @@ from deploy.yaml_settings import YamlSettingsError, load_yaml_settings
 
 DEFAULT_CLUSTER_FILE = Path(__file__).parent / "clusters" / "laptop.yaml"
 MAX_POOL_WORKERS = 1024
+SPECULATION_HERE = ("off", "auto", "ngram", "suffix")
 
 
 class Section(BaseModel):
@@ -67,6 +68,8 @@ class ClusterConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     backend: Literal["auto", "torch", "native", "triton"] = "auto"
     quantization: Literal["none", "int8", "int4", "gguf"] = "none"
+    speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = "off"
+    num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
     transports: tuple[str, ...] = Field(default=("shm", "tcp"), min_length=1, description="in order of preference")
     block_tokens: int = Field(default=16, ge=1, le=256, description="tokens of one KV block")
     max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
@@ -89,6 +92,10 @@ class ClusterConfig(Section):
             raise ValueError("prefill workers need decode workers: set decode.workers, or prefill.workers to 0")
         if self.decode.workers and not self.prefill.workers and self.router.prefill_fallback == "deny":
             raise ValueError("decode workers may not prefill (router.prefill_fallback: deny): set prefill.workers")
+        if self.speculation not in SPECULATION_HERE:
+            raise ValueError(
+                f"speculation {self.speculation} is not there yet: this version has {', '.join(SPECULATION_HERE)}"
+            )
         return self
 
 

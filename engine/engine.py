@@ -22,7 +22,9 @@ from dataclasses import dataclass
 
 from cluster.errors import ContextLengthExceeded, InvalidRequest, TandemError
 from cluster.identity import RequestId
+from cluster.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
+from engine.drafting import Speculator, accepted_run
 from engine.executor import StepExecutor, StepResults
 from engine.inbox import Inbox, InboxItems
 from engine.kv_progress import KvProgress
@@ -35,7 +37,7 @@ from engine.request import (
     PositionLogprobs,
     SequenceOutput,
 )
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import ScheduledChunk, Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
 from engine.stop_rules import StopDecision, apply_stop_rules
 from engine.waiting_queue import SchedulingPolicy
@@ -68,13 +70,15 @@ class Engine:
         limits: EngineLimits,
         *,
         policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._pool = pool
         self._limits = limits
         self._clock = clock
-        self._scheduler = Scheduler(pool, limits, policy)
+        self._speculator = speculator
+        self._scheduler = Scheduler(pool, limits, policy, speculator)
         self._inbox = Inbox(limits.max_waiting)
         self._sink: OutputSink = _drop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -158,8 +162,8 @@ class Engine:
             )
         if params.json_schema or params.regex or params.grammar:
             raise InvalidRequest("this engine has no constrained decoding", param="response_format")
-        if params.speculation not in SPECULATION_OFF:
-            raise InvalidRequest(f"this engine has no drafter {params.speculation!r}", param="speculation")
+        if not request.hold_blocks:  # drafts are the decode side's
+            self._check_speculation(params)
         if num_tokens >= self._limits.max_model_len:
             raise ContextLengthExceeded(
                 f"the prompt has {num_tokens} tokens and the context {self._limits.max_model_len}: no room for a token",
@@ -167,6 +171,12 @@ class Engine:
             )
         max_tokens = 1 if request.hold_blocks else params.max_tokens - request.num_generated
         self._scheduler.check_fits(min(num_tokens + max_tokens, self._limits.max_model_len) - 1)
+
+    def _check_speculation(self, params: SamplingParams) -> None:
+        if self._speculator is not None:
+            self._speculator.check(params)
+        elif params.speculation not in SPECULATION_OFF:
+            raise InvalidRequest(f"this engine has no drafter {params.speculation!r}", param="speculation")
 
     def _blocks_freed(self) -> None:
         if threading.current_thread() is not self._thread:  # what the engine itself frees, it knows
@@ -252,7 +262,7 @@ class Engine:
                 self._is_blocked = not plan.preempted
                 return
             results, progress = self._execute(plan, started_s)
-            self._finish(plan, results, progress)
+            num_generated = self._finish(plan, results, progress)
             self._num_failed_steps = 0
         except Exception as error:
             logger.exception("engine step failed")
@@ -264,7 +274,7 @@ class Engine:
                 if sequence.state is SequenceState.RUNNING:
                     self._end(sequence, FinishReason.ERROR, error=f"engine step failed: {type(error).__name__}")
             return
-        self._measure(plan, len(results.token_ids), self._clock() - started_s)
+        self._measure(plan, num_generated, self._clock() - started_s)
 
     def _execute(self, plan: StepPlan, now_s: float) -> tuple[StepResults, KvProgress]:
         for sequence in plan.admitted:
@@ -278,41 +288,77 @@ class Engine:
         progress.finished()
         return results, progress
 
-    def _finish(self, plan: StepPlan, results: StepResults, progress: KvProgress) -> None:
-        """Books what the step computed, appends the tokens, ends who is done."""
-        block_tokens = self._pool.block_tokens
+    def _finish(self, plan: StepPlan, results: StepResults, progress: KvProgress) -> int:
+        """Books what the step computed, appends the tokens, ends who is done. Gives how many tokens were generated."""
+        num_generated = 0
         sample = 0
         for index, chunk in enumerate(plan.chunks):
             sequence = chunk.sequence
             is_sampled, sample_index = chunk.is_sampled, sample
-            sample += is_sampled
+            if is_sampled:
+                sample += 1 + chunk.num_drafts
             if is_sampled and sample_index in results.failed:
                 self._end(sequence, FinishReason.ERROR, error="the model gave no valid distribution (NaN or infinity)")
                 continue
             if sequence in progress.failed:
                 self._end(sequence, FinishReason.ERROR, error="the listener of its KV failed")
                 continue
-            sequence.num_computed += chunk.num_tokens
-            if sequence.num_computed // block_tokens > sequence.chain.num_blocks:
-                self._pool.publish(sequence.chain, sequence.token_ids, sequence.blocks, sequence.num_computed)
             if index in results.prompt_logprobs:
                 sequence.prompt_logprobs.extend(results.prompt_logprobs[index])
             if is_sampled:
-                self._take_token(sequence, results.token_ids[sample_index], results.logprobs.get(sample_index))
+                num_generated += self._take_tokens(chunk, results, sample_index)
+            else:
+                self._book_computed(sequence, sequence.num_computed + chunk.num_tokens)
+        return num_generated
 
-    def _take_token(self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None) -> None:
-        decision = self._stop_rules(sequence, [token_id], sequence.num_generated)
-        sequence.append(token_id)
-        output_logprobs = () if logprobs is None else (logprobs,)
+    def _book_computed(self, sequence: Sequence, num_computed: int) -> None:
+        sequence.num_computed = num_computed
+        if num_computed // self._pool.block_tokens > sequence.chain.num_blocks:
+            self._pool.publish(sequence.chain, sequence.token_ids, sequence.blocks, num_computed)
+
+    def _take_tokens(self, chunk: ScheduledChunk, results: StepResults, first_row: int) -> int:
+        """Appends what the chunk's rows say as far as its drafts hold and no rule ends it. Gives how many tokens."""
+        sequence = chunk.sequence
+        token_ids: Chunks[int] = (results.token_ids[first_row],)
+        if chunk.num_drafts:
+            token_ids = self._accepted_run(chunk, results, first_row)
+        decision = self._stop_rules(sequence, token_ids, sequence.num_generated)
+        token_ids = tuple(token_ids[: decision.num_kept])
+        for token_id in token_ids:
+            sequence.append(token_id)
+        self._book_computed(sequence, sequence.num_tokens - 1)  # KV behind that is of rejected drafts
+        rows = range(first_row, first_row + len(token_ids))
+        logprobs = tuple(results.logprobs[row] for row in rows) if first_row in results.logprobs else ()
+        self._give(sequence, token_ids, logprobs, decision)
+        return len(token_ids)
+
+    def _accepted_run(self, chunk: ScheduledChunk, results: StepResults, first_row: int) -> Chunks[int]:
+        sequence, num_drafts = chunk.sequence, chunk.num_drafts
+        drafts = sequence.token_ids_ahead(num_drafts)[sequence.num_tokens :].tolist()
+        failed_rows = {row - first_row for row in results.failed}
+        run = accepted_run(drafts, results.token_ids[first_row : first_row + 1 + num_drafts], failed_rows)
+        if self._speculator is not None:
+            num_accepted = sum(draft == token_id for draft, token_id in zip(drafts, run, strict=False))
+            self._speculator.verified(sequence.request.request_id, num_drafts, num_accepted)
+        return run
+
+    def _give(
+        self,
+        sequence: Sequence,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[PositionLogprobs, ...],
+        decision: StopDecision,
+    ) -> None:
+        """The step's output of one sequence; ends it when the decision says so."""
         if sequence.has_output and decision.finish_reason is None:
-            self._outputs.append(SequenceOutput(sequence.request.request_id, (token_id,), output_logprobs))
+            self._outputs.append(SequenceOutput(sequence.request.request_id, token_ids, logprobs))
             return
         first_scheduled_s = sequence.arrival_s if sequence.first_scheduled_s is None else sequence.first_scheduled_s
         is_first = not sequence.has_output
         output = SequenceOutput(
             sequence.request.request_id,
-            (token_id,),
-            output_logprobs,
+            token_ids,
+            logprobs,
             tuple(sequence.prompt_logprobs) if is_first else (),
             decision.finish_reason,
             decision.stop_token_id,
@@ -330,7 +376,7 @@ class Engine:
         else:
             self._forget(sequence)
 
-    def _stop_rules(self, sequence: Sequence, new_tokens: list[int], num_generated: int) -> StopDecision:
+    def _stop_rules(self, sequence: Sequence, new_tokens: Chunks[int], num_generated: int) -> StopDecision:
         max_generated = sequence.max_length - sequence.num_prompt_tokens
         return apply_stop_rules(new_tokens, sequence.request.sampling, num_generated, max_generated)
 
@@ -354,6 +400,8 @@ class Engine:
 
     def _forget(self, sequence: Sequence) -> None:
         self._executor.forget(sequence)
+        if self._speculator is not None:
+            self._speculator.forget(sequence.request.request_id)
         self._inbox.forget(sequence)
         self._scheduler.finish(sequence)
 

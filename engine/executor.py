@@ -14,7 +14,10 @@ from engine.step import LayerCallback
 
 @dataclass(slots=True)
 class StepResults:
-    """What a step gave. `token_ids[i]` belongs to the i-th chunk that is sampled; the other fields are sparse."""
+    """What a step gave, the other fields than `token_ids` sparse.
+
+    `token_ids`: for each chunk that is sampled, in order, the token after its last one and after each of its drafts.
+    """
 
     token_ids: list[int]
     failed: set[int] = field(default_factory=set)  # indices of token_ids whose logits were no distribution

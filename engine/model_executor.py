@@ -36,7 +36,12 @@ class ModelExecutor:
         prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         if any(chunk.sequence.wants_prompt_logprobs for chunk in chunks):
             logits, prompt_logprobs = _split_off_prompt(logits, chunks)
-        rows = [self._sample_row(chunk.sequence) for chunk in chunks if chunk.is_sampled]
+        rows = [
+            self._sample_row(chunk.sequence, num_ahead)
+            for chunk in chunks
+            if chunk.is_sampled
+            for num_ahead in range(1 + chunk.num_drafts)
+        ]
         if not rows:
             return StepResults([], prompt_logprobs=prompt_logprobs)
         samples = sample(logits, rows)
@@ -54,12 +59,12 @@ class ModelExecutor:
         self._builder.forget(sequence)
         self._sampler_states.pop(sequence, None)
 
-    def _sample_row(self, sequence: Sequence) -> SampleRow:
+    def _sample_row(self, sequence: Sequence, num_ahead: int) -> SampleRow:
         state = self._sampler_states.get(sequence)
         if state is None:
             state = SamplerState(sequence.request.sampling, sequence.num_prompt_tokens)
             self._sampler_states[sequence] = state
-        return SampleRow(state, sequence.token_ids, sequence.num_generated)
+        return SampleRow(state, sequence.token_ids_ahead(num_ahead), sequence.num_generated + num_ahead, num_ahead)
 
 
 def _split_off_prompt(
@@ -81,6 +86,6 @@ def _split_off_prompt(
             )
             row += num_targets
         if chunk.is_sampled:
-            sampled_rows.append(row)
-            row += 1
+            sampled_rows.extend(range(row, row + 1 + chunk.num_drafts))
+            row += 1 + chunk.num_drafts
     return logits[sampled_rows], prompt_logprobs

@@ -51,6 +51,14 @@ class TokenCounts:
             self._output_counts[slot] += 1
         self._num_read = len(token_ids)
 
+    def ahead(self) -> TokenCounts:
+        """A copy that may read drafts: these counts do not change with it."""
+        copy = TokenCounts(self._num_prompt_tokens)
+        copy._num_read = self._num_read
+        copy._index = dict(self._index)
+        copy._token_ids, copy._output_counts = self._token_ids.copy(), self._output_counts.copy()
+        return copy
+
     def _slot(self, token_id: int) -> int:
         slot = self._index.setdefault(token_id, len(self._index))
         if slot == len(self._token_ids):

@@ -70,6 +70,7 @@ class SampleRow(NamedTuple):
     state: SamplerState
     token_ids: npt.NDArray[np.int32]  # the sequence so far; the sampled token's position is its length
     num_generated: int
+    num_drafts: int = 0  # so many of token_ids' tail, and of num_generated, are guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,9 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
         if row.num_generated < state.params.min_tokens and state.stop_ids.size:
             logits[index, torch.from_numpy(state.stop_ids)] = -torch.inf
         if state.counts is not None:
-            state.counts.read(row.token_ids)
-            penalised.append(PenalisedRow(index, state.counts, state.params))
+            counts = state.counts.ahead() if row.num_drafts else state.counts
+            counts.read(row.token_ids)
+            penalised.append(PenalisedRow(index, counts, state.params))
     if penalised:
         apply_penalties(logits, penalised)
 

@@ -1,6 +1,6 @@
 """Which sequences run in a step, and with how many tokens each.
 
-    schedule():  make room for an urgent arrival ─> decodes ─> prompts in progress ─> admissions
+    schedule():  make room for an urgent arrival ─> decodes ─> prompts in progress ─> admissions ─> drafts
 
 Its promise:
 - A step never has more than `max_batch_tokens` tokens or `max_sequences` sequences. Sequences with one token to compute
@@ -13,9 +13,11 @@ Its promise:
 - A prompt whose next block another prompt is computing waits for it, and finds it in the cache; the tail behind the
   full blocks is copied (`engine.shared_tail`). So n choices of one prompt cost one prefill and one token each.
 
+- Drafts to verify get what budget and blocks are left over after all of that: they preempt nobody, and leave a block
+  for every running sequence.
+
 A step costs O(batch), however long the queue is. The scheduler knows no model, no clock and no thread; the pool is the
-only thing it changes beside sequences. Drafts will widen `num_uncomputed`; a swap to host memory would replace
-`restart` in `_preempt`.
+only thing it changes beside sequences. A swap to host memory would replace `restart` in `_preempt`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import NamedTuple
 
 from cluster.errors import RequestExceedsKvCapacity, StartupError
 from engine.block_pool import BlockPool
+from engine.drafting import NoDraftReason, Speculator
 from engine.request import EngineLimits
 from engine.sequence import NEVER_REFUSED, Sequence, SequenceState
 from engine.shared_tail import SharedTail, find_shared_tail
@@ -39,11 +42,16 @@ MAX_LONG_PARTIAL_PREFILLS = 1  # prompts above `long_prefill_token_threshold` in
 
 
 class ScheduledChunk(NamedTuple):
-    """Tokens [first_token, first_token + num_tokens) of one sequence."""
+    """Tokens [first_token, first_token + num_tokens) of one sequence, and drafts behind its last one."""
 
     sequence: Sequence
     first_token: int
     num_tokens: int
+    num_drafts: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + self.num_drafts
 
     @property
     def is_sampled(self) -> bool:
@@ -65,7 +73,11 @@ class Scheduler:
     """The waiting and the running sequences of one engine. Used by one thread."""
 
     def __init__(
-        self, pool: BlockPool, limits: EngineLimits, policy: SchedulingPolicy = SchedulingPolicy.PRIORITY
+        self,
+        pool: BlockPool,
+        limits: EngineLimits,
+        policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
+        speculator: Speculator | None = None,
     ) -> None:
         if limits.max_batch_tokens < limits.max_sequences:
             raise StartupError(
@@ -76,6 +88,7 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._policy = policy
+        self._speculator = speculator
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order: the last one is the first victim
 
@@ -122,9 +135,12 @@ class Scheduler:
         plan = StepPlan()
         self._make_room_for_urgent(plan)
         budget, in_progress = self._schedule_decodes(plan, self._limits.max_batch_tokens)
+        num_decodes = len(plan.chunks)
         budget, partial = self._schedule_prefills(plan, budget, in_progress)
         if not plan.preempted:  # what a victim gave back is for those who run
-            self._admit(plan, budget, partial)
+            budget = self._admit(plan, budget, partial)
+        if self._speculator is not None:
+            self._add_drafts(plan, num_decodes, budget, self._speculator)
         return plan
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> tuple[int, list[Sequence]]:
@@ -153,8 +169,8 @@ class Scheduler:
             budget -= self._add_chunk(plan, sequence, budget)
         return budget, partial
 
-    def _admit(self, plan: StepPlan, budget: int, partial: _PartialPrefills) -> None:
-        """Takes from the queue while there is room; looks past a few that do not fit, within their bound."""
+    def _admit(self, plan: StepPlan, budget: int, partial: _PartialPrefills) -> int:
+        """Takes from the queue while there is room, past a few that do not fit, within bounds. Gives the budget left."""
         passed_by: list[Sequence] = []
         twins: list[Sequence] = []
         while budget > 0 and len(self.running) < self._limits.max_sequences:
@@ -182,6 +198,28 @@ class Scheduler:
             budget -= self._add_chunk(plan, sequence, budget)
         for sequence in (*passed_by, *twins):
             self.waiting.push(sequence)
+        return budget
+
+    def _add_drafts(self, plan: StepPlan, num_decodes: int, budget: int, speculator: Speculator) -> None:
+        """Guesses behind the decodes, which are the plan's first chunks, in their order as far as the budget goes."""
+        for index, chunk in enumerate(plan.chunks[:num_decodes]):
+            sequence = chunk.sequence
+            if not sequence.may_have_drafts:
+                continue
+            room = sequence.max_kv_tokens - sequence.num_tokens
+            if room <= 0 or budget <= 0:
+                speculator.no_draft(NoDraftReason.END_IS_NEAR if room <= 0 else NoDraftReason.NO_BUDGET)
+                continue
+            drafts = speculator.propose(sequence.request, sequence.token_ids, min(room, budget), num_decodes)
+            if not drafts:
+                continue
+            drafts = drafts[: self._num_draft_slots(sequence, len(drafts))]
+            if not drafts:
+                speculator.no_draft(NoDraftReason.NO_BLOCKS)
+                continue
+            sequence.put_drafts(drafts)
+            plan.chunks[index] = chunk._replace(num_drafts=len(drafts))
+            budget -= len(drafts)
 
     def _is_being_computed(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Whether a prompt of this step is at, or on its way to, the first block that the cache does not have yet."""
@@ -266,6 +304,14 @@ class Scheduler:
             return False
         sequence.blocks.extend(fresh)
         return True
+
+    def _num_draft_slots(self, sequence: Sequence, num_drafts: int) -> int:
+        """How many of the drafts find room: in the sequence's own blocks, and in those that nobody needs now."""
+        missing = self._num_blocks(sequence.num_tokens + num_drafts) - len(sequence.blocks)
+        spare_blocks = self._pool.num_available - self._limits.watermark_blocks - len(self.running)
+        if 0 < missing <= spare_blocks:
+            sequence.blocks.extend(self._pool.allocate(missing) or ())
+        return min(num_drafts, len(sequence.blocks) * self._pool.block_tokens - sequence.num_tokens)
 
     def _extend(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Blocks for a decode, if need be from one victim. False: the sequence sits out this step."""

@@ -6,7 +6,8 @@
        └────preempt─────┘
 
 There is no prefill phase and no decode phase: a step moves `num_computed` towards `num_tokens`, and a step that gets
-there samples the next token. (Draft tokens to verify will lie behind `num_tokens` and widen the same gap.)
+there samples the next token. Draft tokens to verify lie behind `num_tokens` for one step: only that step's chunk says
+how many count, so whoever is preempted or skipped has none.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ class Sequence:
         return self.max_length - 1
 
     @property
+    def may_have_drafts(self) -> bool:
+        """Once it has a token of its own, from here or landed; a prefill worker's sequence ends before that."""
+        return self.num_generated > self.request.num_generated and not self.request.hold_blocks
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Until they are given, with the first token; a migrated or landed request got them from elsewhere."""
         request = self.request
@@ -94,6 +100,14 @@ class Sequence:
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
         self.last_token_id = token_id
+
+    def put_drafts(self, drafts: tuple[int, ...]) -> None:
+        """Lays guesses behind the last token, for the step that verifies them."""
+        self._tokens[self.num_tokens : self.num_tokens + len(drafts)] = drafts
+
+    def token_ids_ahead(self, num_drafts: int) -> npt.NDArray[np.int32]:
+        """Prompt, output and the first `num_drafts` of this step's drafts."""
+        return self._tokens[: self.num_tokens + num_drafts]
 
     def restart(self) -> list[BlockRef]:
         """Back to the state before any KV, tokens kept. Gives the blocks, which are the caller's to release."""

@@ -38,7 +38,7 @@ class StepBuilder:
         """The step of these chunks, in their order."""
         num_sequences = len(chunks)
         rows = np.array([self._row(chunk.sequence) for chunk in chunks], dtype=np.intp)
-        counts = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int32)
+        counts = np.array([chunk.num_rows for chunk in chunks], dtype=np.int32)
         firsts = np.array([chunk.first_token for chunk in chunks], dtype=np.int32)
         query_starts = self._query_starts[: num_sequences + 1]
         np.cumsum(counts, out=query_starts[1:])
@@ -96,8 +96,9 @@ class StepBuilder:
                 for chunk in chunks
             ]
             return token_ids
-        for start, (sequence, first, count) in zip(query_starts.tolist(), chunks, strict=False):
-            token_ids[start : start + count] = sequence.token_ids[first : first + count]
+        for start, chunk in zip(query_starts.tolist(), chunks, strict=False):
+            known = chunk.sequence.token_ids_ahead(chunk.num_drafts)
+            token_ids[start : start + chunk.num_rows] = known[chunk.first_token : chunk.first_token + chunk.num_rows]
         return token_ids
 
     def _block_tables(self, rows: np.ndarray, context_lens: Int32Array) -> Int32Array:
@@ -108,15 +109,15 @@ class StepBuilder:
         return tables
 
     def _logit_rows(self, chunks: Chunks[ScheduledChunk], query_starts: Int32Array) -> Int32Array:
-        """The last row of each chunk that is sampled, and every row that predicts a wanted prompt token."""
+        """The rows that are sampled (last tokens, drafts), and those that predict a wanted prompt token."""
         ends = query_starts[1:].tolist()
         rows: list[int] = []
         for end, chunk in zip(ends, chunks, strict=True):
             if chunk.sequence.wants_prompt_logprobs:
-                start = end - chunk.num_tokens
+                start = end - chunk.num_rows
                 rows.extend(range(start, start + num_prompt_targets(chunk)))
             if chunk.is_sampled:
-                rows.append(end - 1)
+                rows.extend(range(end - 1 - chunk.num_drafts, end))
         return np.array(rows, dtype=np.int32)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -16,13 +17,17 @@ from tandem.v1 import handoff_pb2, membership_pb2, worker_pb2
 from cluster.fallbacks import Fallbacks
 from cluster.kv_layout import KvLayout
 from cluster.worker_process import WorkerContext
+from cluster.worker_settings import WorkerSettings
 from engine.block_pool import BlockPool
+from engine.drafting import Speculator
 from engine.dtype import cpu_features
 from engine.engine import Engine
 from engine.model_config import ModelConfig
 from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits, EngineLoad
 from engine.runner_factory import BuiltRunner, build_runner
+
+OpenSpeculator = Callable[[WorkerSettings, BuiltRunner], Speculator | None]
 
 FAILURE_POLL_S = 0.25
 # What decides between kernels; a CPU has a hundred more.
@@ -38,6 +43,7 @@ class WorkerEngine:
     engine: Engine
     pool: BlockPool
     built: BuiltRunner
+    speculator: Speculator | None
     model_name: str  # as clients call it
     details: dict[str, str]  # what a status shows and nobody computes with
 
@@ -76,6 +82,7 @@ class WorkerEngine:
             owned_blocks=census.owned,
             rss_bytes=psutil.Process().memory_info().rss,
             details=self.details,
+            counters=self.speculator.counters() if self.speculator is not None else {},
         )
 
     async def wait_for_failure(self) -> str:
@@ -90,8 +97,13 @@ class WorkerEngine:
         self.built.memory.close()
 
 
-def open_engine(context: WorkerContext, fallbacks: Fallbacks) -> WorkerEngine:
-    """Loads the model and makes its engine, not yet started. Raises `StartupError`."""
+def open_engine(
+    context: WorkerContext, fallbacks: Fallbacks, open_speculator: OpenSpeculator | None = None
+) -> WorkerEngine:
+    """Loads the model and makes its engine, not yet started. Raises `StartupError`.
+
+    `open_speculator` may run the model: nobody owns a block yet.
+    """
     settings = context.settings
     built = build_runner(settings)
     if built.fallback is not None:
@@ -106,8 +118,10 @@ def open_engine(context: WorkerContext, fallbacks: Fallbacks) -> WorkerEngine:
     )
     pool = BlockPool(memory.num_blocks, memory.layout.block_tokens, built.config.fingerprint, events=context.kv_events)
     executor = ModelExecutor(built.runner, limits, memory.layout.block_tokens, memory.copy_block)
+    speculator = open_speculator(settings, built) if open_speculator is not None else None
     return WorkerEngine(
-        engine=Engine(executor, pool, limits),
+        engine=Engine(executor, pool, limits, speculator=speculator),
+        speculator=speculator,
         pool=pool,
         built=built,
         model_name=settings.served_model_name or built.config.name,

@@ -1,0 +1,128 @@
+"""The speculator of one worker: picks a request's drafter, asks the gate, keeps the counts.
+
+It knows no model and no clock: the costs of steps are measured before (`step_costs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.errors import InvalidRequest, shown
+from cluster.identity import RequestId
+from cluster.sampling_params import SamplingParams
+from decode_worker.speculation.draft import Drafter
+from decode_worker.speculation.gate import GateState, StepCosts, after_step, num_drafts_now
+from engine.drafting import NoDraftReason
+from engine.request import EngineRequest
+
+OFF = "off"
+AUTO = ("", "auto")
+
+
+@dataclass(slots=True)
+class _Record:
+    """One request with its drafter."""
+
+    drafter: Drafter
+    num_read: int = 0  # tokens that the drafter knows
+    gate: GateState = field(default_factory=GateState)
+
+
+class ChainSpeculator:
+    """Implements `engine.drafting.Speculator`."""
+
+    def __init__(
+        self, drafters: Mapping[str, Drafter], default_drafter: str, max_drafts: int, costs: StepCosts | None
+    ) -> None:
+        """Requests that name no drafter get `default_drafter`. Without `costs` there is no gate: always guess."""
+        self._drafters = dict(drafters)
+        self._default = self._drafters[default_drafter]
+        self._max_drafts = max_drafts
+        self._costs = costs
+        self._records: dict[RequestId, _Record] = {}
+        self._num_verified_steps = 0
+        self._num_proposed_at = [0] * max_drafts
+        self._num_accepted_at = [0] * max_drafts
+        self._num_without = dict.fromkeys(NoDraftReason, 0)
+
+    def check(self, params: SamplingParams) -> None:
+        if params.speculation in (*AUTO, OFF) or params.speculation in self._drafters:
+            return
+        here = ", ".join((OFF, "auto", *self._drafters))
+        raise InvalidRequest(
+            f"speculation is {shown(params.speculation)}, this worker has {here}",
+            param="speculation",
+        )
+
+    def propose(
+        self, request: EngineRequest, token_ids: npt.NDArray[np.int32], max_drafts: int, batch_size: int
+    ) -> tuple[int, ...]:
+        params = request.sampling
+        if params.speculation == OFF:
+            self.no_draft(NoDraftReason.OFF)
+            return ()
+        num_drafts = min(max_drafts, self._max_drafts, params.num_drafts or self._max_drafts)
+        record = self._record(request)
+        if self._costs is not None:
+            num_drafts, record.gate = num_drafts_now(record.gate, batch_size, self._costs, num_drafts)
+        if num_drafts == 0:
+            self.no_draft(NoDraftReason.DOES_NOT_PAY)
+            return ()
+        self._catch_up(record, request.request_id, token_ids)
+        draft = record.drafter.propose(request.request_id, num_drafts)
+        if not draft.is_chain:
+            raise ValueError(f"drafter {record.drafter.name} gave a tree: the engine verifies chains")
+        if not len(draft):
+            self.no_draft(NoDraftReason.NO_MATCH)
+        return draft.token_ids
+
+    def no_draft(self, reason: NoDraftReason) -> None:
+        self._num_without[reason] += 1
+
+    def verified(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+        self._num_verified_steps += 1
+        for index in range(num_proposed):
+            self._num_proposed_at[index] += 1
+        for index in range(num_accepted):
+            self._num_accepted_at[index] += 1
+        record = self._records[request_id]
+        record.gate = after_step(record.gate, num_proposed, num_accepted)
+
+    def forget(self, request_id: RequestId) -> None:
+        record = self._records.pop(request_id, None)
+        if record is not None:
+            record.drafter.forget(request_id)
+
+    def counters(self) -> dict[str, float]:
+        """Sums since the start. `accepted_at_i` over `proposed_at_i` is the acceptance of the i-th draft of a chain."""
+        counters: dict[str, float] = {
+            "speculation_steps": self._num_verified_steps,
+            "speculation_drafts_proposed": sum(self._num_proposed_at),
+            "speculation_drafts_accepted": sum(self._num_accepted_at),
+        }
+        for index in range(self._max_drafts):
+            counters[f"speculation_proposed_at_{index + 1}"] = self._num_proposed_at[index]
+            counters[f"speculation_accepted_at_{index + 1}"] = self._num_accepted_at[index]
+        for reason, count in self._num_without.items():
+            counters[f"speculation_no_draft_{reason.value}"] = count
+        return counters
+
+    def _record(self, request: EngineRequest) -> _Record:
+        record = self._records.get(request.request_id)
+        if record is None:
+            record = _Record(self._drafters.get(request.sampling.speculation, self._default))
+            self._records[request.request_id] = record
+        return record
+
+    @staticmethod
+    def _catch_up(record: _Record, request_id: RequestId, token_ids: npt.NDArray[np.int32]) -> None:
+        fresh = token_ids[record.num_read :].tolist()
+        if record.num_read == 0:
+            record.drafter.begin(request_id, fresh)
+        else:
+            record.drafter.extend(request_id, fresh)
+        record.num_read = len(token_ids)

@@ -1,0 +1,357 @@
+"""Speculation in the engine: whatever is guessed, the tokens are those of the model alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.errors import InvalidRequest
+from cluster.identity import RequestId
+from cluster.sampling_params import SamplingParams
+from decode_worker.speculation.draft import Draft, Drafter
+from decode_worker.speculation.gate import StepCosts
+from decode_worker.speculation.ngram import NgramDrafter
+from decode_worker.speculation.speculator import ChainSpeculator
+from decode_worker.speculation.step_costs import measure_step_costs
+from decode_worker.speculation.suffix import SuffixDrafter
+from engine.drafting import NoDraftReason, accepted_run
+from engine.request import FinishReason, LandedPrompt
+from tests.engine.engine_bench import EngineBench
+from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, fingerprints
+
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+NUM_DRAFTS = 4
+KINDS: list[dict[str, Any]] = [
+    GREEDY,
+    {"seed": 11},
+    {"temperature": 0.7, "top_p": 0.9, "seed": 2},
+    {"top_k": 5, "presence_penalty": 0.8, "frequency_penalty": 1.4, "seed": 3},
+    {"min_p": 0.05, "repetition_penalty": 1.3, "logit_bias": {3: 2.0}, "seed": 4},
+    {"temperature": 0.0, "frequency_penalty": 2.0},
+    {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": (0, 7, 21, 33)},
+    {"temperature": 0.8, "seed": 9, "stop_token_ids": (1, 2, 3)},
+]
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, num_tokens)]
+
+
+class OracleDrafter:
+    """Knows each request's answer; `is_wrong_at(position)` tells where it guesses something else."""
+
+    name = "oracle"
+
+    def __init__(self, answers: dict[str, list[int]], is_wrong_at: Any = lambda position: False) -> None:
+        self._answers = answers
+        self._is_wrong_at = is_wrong_at
+        self._known: dict[RequestId, list[int]] = {}
+
+    def begin(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        assert request_id not in self._known, "begun twice"
+        self._known[request_id] = list(token_ids)
+
+    def extend(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        self._known[request_id] += token_ids
+
+    def propose(self, request_id: RequestId, num_drafts: int) -> Draft:
+        known, answer = self._known[request_id], self._answers[request_id]
+        assert known == answer[: len(known)], "the drafter saw a token that the model did not say"
+        end = len(known) + num_drafts
+        guesses = (answer[len(known) : end] + [0] * num_drafts)[:num_drafts]
+        return Draft.chain(
+            [(guess + self._is_wrong_at(len(known) + index)) % VOCAB for index, guess in enumerate(guesses)]
+        )
+
+    def forget(self, request_id: RequestId) -> None:
+        self._known.pop(request_id, None)
+
+
+def speculator(drafter: Drafter, costs: StepCosts | None = None, num_drafts: int = NUM_DRAFTS) -> ChainSpeculator:
+    return ChainSpeculator({drafter.name: drafter}, drafter.name, num_drafts, costs)
+
+
+def oracle(
+    prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], is_wrong_at: Any = lambda position: False
+) -> ChainSpeculator:
+    pairs = zip(prompts, sampling, strict=True)
+    answers = {f"r{index}": [*tokens, *expected_tokens(tokens, params)] for index, (tokens, params) in enumerate(pairs)}
+    return speculator(OracleDrafter(answers, is_wrong_at))
+
+
+def cases(num: int, max_tokens: int = 24) -> tuple[list[list[int]], list[SamplingParams]]:
+    lengths = [1, 3, 15, 16, 17, 33, 40, 64]
+    prompts = [prompt(lengths[index % 8], index) for index in range(num)]
+    # Stop tokens are rare enough in 24 of 50 tokens that runs of every length end inside of a draft somewhere.
+    return prompts, [SamplingParams(max_tokens=max_tokens, **KINDS[index % len(KINDS)]) for index in range(num)]
+
+
+def drafter_named(name: str, prompts: list[list[int]], sampling: list[SamplingParams]) -> ChainSpeculator | None:
+    randomness = random.Random(5)
+    if name == "off":
+        return None
+    if name == "ngram":
+        return speculator(NgramDrafter(min_ngram=1))
+    if name == "suffix":
+        return speculator(SuffixDrafter(min_match=1))
+    if name == "always right":
+        return oracle(prompts, sampling)
+    if name == "junk":
+        return oracle(prompts, sampling, lambda position: 1)
+    return oracle(prompts, sampling, lambda position: randomness.random() < 0.3)
+
+
+@pytest.mark.parametrize("name", ["off", "ngram", "suffix", "always right", "junk", "sometimes right"])
+@pytest.mark.parametrize("max_sequences", [1, 8])
+@pytest.mark.parametrize("chunk", [1, 16, 17])
+def test_tokens_do_not_depend_on_the_drafter(name: str, max_sequences: int, chunk: int) -> None:
+    prompts, sampling = cases(8)
+    drafter = drafter_named(name, prompts, sampling)
+    with EngineBench(
+        num_blocks=256, max_sequences=max_sequences, long_prefill_token_threshold=chunk, speculator=drafter
+    ) as bench:
+        assert bench.run(prompts, sampling) == [expected_tokens(*pair) for pair in zip(prompts, sampling, strict=True)]
+    if drafter is None:
+        return
+    counters = drafter.counters()
+    assert counters["speculation_drafts_proposed"] > 0
+    assert (counters["speculation_drafts_accepted"] > 0) == (name not in ("junk",))
+
+
+@pytest.mark.parametrize("name", ["suffix", "always right", "junk", "sometimes right"])
+@pytest.mark.parametrize(("num_blocks", "block_tokens", "max_batch_tokens"), [(10, 4, 16), (12, 3, 9), (45, 1, 64)])
+def test_s23_a_preempted_request_has_no_drafts(
+    name: str, num_blocks: int, block_tokens: int, max_batch_tokens: int
+) -> None:
+    prompts = [prompt(1 + index % 12, index) for index in range(24)]
+    sampling = [SamplingParams(max_tokens=16, **KINDS[index % len(KINDS)]) for index in range(24)]
+    drafter = drafter_named(name, prompts, sampling)
+    with EngineBench(
+        num_blocks=num_blocks,
+        block_tokens=block_tokens,
+        max_sequences=8,
+        max_batch_tokens=max_batch_tokens,
+        speculator=drafter,
+    ) as bench:
+        assert bench.run(prompts, sampling) == [expected_tokens(*pair) for pair in zip(prompts, sampling, strict=True)]
+    assert drafter is not None
+    assert drafter.counters()["speculation_drafts_proposed"] > 0
+
+
+def test_s18_drafts_take_no_token_from_a_prompt_and_preempt_nobody() -> None:
+    first = [prompt(4, 1), prompt(30, 2)]
+    sampling = [SamplingParams(max_tokens=24, **GREEDY)] * 2
+    drafter = oracle(first, sampling)
+    with EngineBench(max_sequences=4, max_batch_tokens=4, speculator=drafter, num_blocks=64) as bench:
+        assert bench.run(first, sampling) == [expected_tokens(*pair) for pair in zip(first, sampling, strict=True)]
+        # 30 prompt tokens at 3 a step beside the decode: the prompt is never slowed down by drafts.
+        assert drafter.counters()["speculation_no_draft_no_budget"] >= 30 // 3 - 2
+
+
+def test_s24_a_request_without_budget_for_drafts_goes_on_plainly() -> None:
+    prompts = [prompt(5, index) for index in range(4)]
+    sampling = [SamplingParams(max_tokens=20, **GREEDY)] * 4
+    drafter = oracle(prompts, sampling)
+    with EngineBench(max_sequences=4, max_batch_tokens=5, speculator=drafter) as bench:
+        assert bench.run(prompts, sampling) == [expected_tokens(*pair) for pair in zip(prompts, sampling, strict=True)]
+    counters = drafter.counters()
+    assert counters["speculation_no_draft_no_budget"] > 0
+    assert counters["speculation_drafts_accepted"] > 0
+
+
+def test_s25_all_drafts_rejected_still_gives_one_token_a_step() -> None:
+    prompts, sampling = [prompt(5)], [SamplingParams(max_tokens=12, **GREEDY)]
+    drafter = oracle(prompts, sampling, lambda position: 1)
+    with EngineBench(speculator=drafter) as bench:
+        assert bench.run(prompts, sampling) == [expected_tokens(prompts[0], sampling[0])]
+        assert all(len(output.token_ids) == 1 for output in bench.sink.of("r0"))
+    assert drafter.counters()["speculation_drafts_accepted"] == 0
+    assert drafter.counters()["speculation_steps"] > 0
+
+
+def test_accepted_drafts_give_several_tokens_in_one_step() -> None:
+    prompts, sampling = [prompt(5)], [SamplingParams(max_tokens=21, **GREEDY)]
+    with EngineBench(speculator=oracle(prompts, sampling)) as bench:
+        assert bench.run(prompts, sampling) == [expected_tokens(prompts[0], sampling[0])]
+        assert [len(output.token_ids) for output in bench.sink.of("r0")] == [1, 5, 5, 5, 5]
+
+
+def test_s11_a_stop_inside_an_accepted_run_comes_before_the_cap() -> None:
+    tokens = prompt(6)
+    plain = expected_tokens(tokens, SamplingParams(max_tokens=12, **GREEDY))
+    stop = next(index for index in range(3, 5) if plain[index] not in plain[:index])
+    for max_tokens in (stop + 1, stop + 2, 12):  # the cap right at the stop, behind it, far away
+        sampling = [SamplingParams(max_tokens=max_tokens, stop_token_ids=(plain[stop],), **GREEDY)]
+        with EngineBench(speculator=oracle([tokens], [SamplingParams(max_tokens=12, **GREEDY)])) as bench:
+            assert bench.run([tokens], sampling) == [plain[: stop + 1]]
+            end = bench.sink.of("r0")[-1]
+            assert (end.finish_reason, end.stop_token_id) == (FinishReason.STOP, plain[stop])
+
+
+def test_s12_nothing_after_a_stop_is_given_or_cached() -> None:
+    tokens = prompt(6)
+    plain = expected_tokens(tokens, SamplingParams(max_tokens=12, **GREEDY))
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=(plain[2],), logprobs=1, **GREEDY)
+    with EngineBench(speculator=oracle([tokens], [SamplingParams(max_tokens=12, **GREEDY)])) as bench:
+        (answer,) = bench.run([tokens], [sampling])
+        assert answer == plain[: plain.index(plain[2]) + 1]
+        assert sum(len(output.logprobs) for output in bench.sink.of("r0")) == len(answer)
+        bench.submit("again", [*tokens, *plain[:7]], max_tokens=1)
+        bench.sink.end("again")
+        num_cached = bench.sink.of("again")[0].cached_tokens
+        assert num_cached <= len(tokens) + len(answer) - 1, "KV of dropped tokens was published"
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_s26_no_draft_passes_the_end(max_tokens: int) -> None:
+    prompts, sampling = [prompt(5)], [SamplingParams(max_tokens=max_tokens, **GREEDY)]
+    longer = [SamplingParams(max_tokens=40, **GREEDY)]
+    with EngineBench(speculator=oracle(prompts, longer)) as bench:
+        assert bench.run(prompts, sampling) == [expected_tokens(prompts[0], sampling[0])]
+        assert bench.sink.of("r0")[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_s26_no_draft_slot_at_or_behind_the_context() -> None:
+    prompts, sampling = [prompt(60)], [SamplingParams(max_tokens=100, **GREEDY)]
+    with EngineBench(max_model_len=64, num_blocks=16, speculator=oracle(prompts, sampling)) as bench:
+        (answer,) = bench.run(prompts, sampling)
+        assert answer == expected_tokens(prompts[0], replace(sampling[0], max_tokens=4))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_drafts", "num_extra"), [(15, 3, 1), (14, 19, 2)])
+def test_s28_drafts_take_all_blocks_that_they_need(num_tokens: int, num_drafts: int, num_extra: int) -> None:
+    tokens = prompt(num_tokens)
+    sampling = SamplingParams(max_tokens=num_drafts + 2, **GREEDY)
+    answers = {"r0": [*tokens, *expected_tokens(tokens, sampling)]}
+    drafter = speculator(OracleDrafter(answers), num_drafts=num_drafts)
+    with EngineBench(block_tokens=16, speculator=drafter) as bench:
+        assert bench.run([tokens], [sampling]) == [answers["r0"][num_tokens:]]
+        assert [len(output.token_ids) for output in bench.sink.of("r0")] == [1, num_drafts + 1]
+        assert -(-(num_tokens + 1 + num_drafts) // 16) == 1 + num_extra
+
+
+def test_s15_and_s16_logprobs_are_those_without_drafts() -> None:
+    prompts, sampling = cases(8)
+    sampling = [replace(params, logprobs=index % 4) for index, params in enumerate(sampling)]
+    given = []
+    for drafter in (None, drafter_named("sometimes right", prompts, sampling)):
+        with EngineBench(num_blocks=256, long_prefill_token_threshold=16, speculator=drafter) as bench:
+            bench.run(prompts, sampling)
+            given.append([[each for output in bench.sink.of(f"r{n}") for each in output.logprobs] for n in range(8)])
+    assert given[0] == given[1]
+    assert all(len(row) > 0 for row in given[0])
+
+
+def test_s2_s35_rejected_drafts_do_not_count_for_penalties() -> None:
+    prompts = [prompt(8, index) for index in range(6)]
+    sampling = [
+        SamplingParams(max_tokens=32, frequency_penalty=1.9, presence_penalty=1.0, seed=index) for index in range(6)
+    ]
+    for name in ("junk", "sometimes right", "always right"):
+        with EngineBench(num_blocks=128, speculator=drafter_named(name, prompts, sampling)) as bench:
+            expected = [expected_tokens(*pair) for pair in zip(prompts, sampling, strict=True)]
+            assert bench.run(prompts, sampling) == expected
+
+
+def test_the_prefix_cache_holds_accepted_tokens_only() -> None:
+    prompts, sampling = [prompt(6)], [SamplingParams(max_tokens=24, **GREEDY)]
+    with EngineBench(speculator=drafter_named("sometimes right", prompts, sampling)) as bench:
+        (answer,) = bench.run(prompts, sampling)
+        turn = [*prompts[0], *answer, 1]
+        bench.submit("turn", turn, sampling=SamplingParams(max_tokens=8, speculation="off", **GREEDY))
+        bench.sink.end("turn")
+        assert bench.sink.of("turn")[0].cached_tokens == 28
+        assert bench.sink.tokens("turn") == expected_tokens(turn, SamplingParams(max_tokens=8, **GREEDY))
+
+
+def test_s33_a_landed_prompt_is_guessed_for_and_a_held_one_is_not() -> None:
+    prompts, sampling = [prompt(6)], [SamplingParams(max_tokens=11, speculation="oracle", **GREEDY)]
+    answer = expected_tokens(prompts[0], sampling[0])
+    drafter = oracle(prompts, sampling)
+    with EngineBench(speculator=drafter) as bench:
+        blocks = bench.pool.allocate(2)
+        assert blocks is not None
+        slots = [ref.block * 4 + offset for ref in blocks for offset in range(4)][:6]
+        bench.runner.kv[slots] = fingerprints(np.array(prompts[0]), np.arange(6))
+        landed = LandedPrompt(tuple(blocks), answer[0], None, 0)
+        bench.submit("r0", prompts[0], sampling=sampling[0], landed=landed)
+        bench.sink.end("r0")
+        assert bench.sink.tokens("r0") == answer[1:]
+        assert drafter.counters()["speculation_drafts_accepted"] > 0
+    with EngineBench() as prefill_side:  # has no drafter, and must not mind that the decode side has
+        prefill_side.submit("r0", prompts[0], sampling=sampling[0], hold_blocks=True)
+        prefill_side.sink.end("r0")
+        assert prefill_side.sink.tokens("r0") == answer[:1]
+        prefill_side.engine.release(RequestId("r0"))
+
+
+def test_a_request_may_turn_it_off_or_name_a_drafter_that_is_here() -> None:
+    drafter = ChainSpeculator({"ngram": NgramDrafter(), "suffix": SuffixDrafter()}, "suffix", NUM_DRAFTS, None)
+    with EngineBench(speculator=drafter) as bench:
+        off = SamplingParams(max_tokens=8, speculation="off", **GREEDY)
+        bench.run([prompt(5)], [off])
+        counters = drafter.counters()
+        assert counters["speculation_drafts_proposed"] == 0
+        assert counters["speculation_no_draft_off"] > 0
+        for name in ("", "auto", "ngram", "suffix"):
+            drafter.check(replace(off, speculation=name))
+        with pytest.raises(InvalidRequest, match="medusa"):
+            bench.submit("m", prompt(5), speculation="medusa")
+
+
+def test_the_gate_stops_a_drafter_that_is_always_wrong() -> None:
+    prompts, sampling = [prompt(5)], [SamplingParams(max_tokens=120, **GREEDY)]
+    answers = {"r0": [*prompts[0], *expected_tokens(prompts[0], sampling[0])]}
+    costs = StepCosts((1, 16), (1.0, 2.0), 0.01)
+    gated = speculator(OracleDrafter(answers, lambda position: 1), costs)
+    with EngineBench(speculator=gated) as bench:
+        assert bench.run(prompts, sampling) == [answers["r0"][5:]]
+    counters = gated.counters()
+    assert 0 < counters["speculation_steps"] < 60
+    assert counters["speculation_no_draft_does_not_pay"] > 60
+    assert counters["speculation_accepted_at_1"] == 0
+
+
+def test_counters_add_up() -> None:
+    prompts, sampling = [prompt(5)], [SamplingParams(max_tokens=40, **GREEDY)]
+    drafter = drafter_named("sometimes right", prompts, sampling)
+    assert drafter is not None
+    with EngineBench(speculator=drafter) as bench:
+        bench.run(prompts, sampling)
+        num_decode_steps = len(bench.sink.of("r0")) - 1
+    counters = drafter.counters()
+    num_without = sum(counters[f"speculation_no_draft_{reason.value}"] for reason in NoDraftReason)
+    assert counters["speculation_steps"] + num_without == num_decode_steps
+    assert counters["speculation_drafts_accepted"] == 39 - num_decode_steps
+    proposed_at = [counters[f"speculation_proposed_at_{index + 1}"] for index in range(NUM_DRAFTS)]
+    accepted_at = [counters[f"speculation_accepted_at_{index + 1}"] for index in range(NUM_DRAFTS)]
+    assert proposed_at == sorted(proposed_at, reverse=True)
+    assert accepted_at == sorted(accepted_at, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "target", "failed", "run"),
+    [
+        ([], [7], set(), [7]),
+        ([1, 2], [9, 8, 7], set(), [9]),
+        ([1, 2], [1, 8, 7], set(), [1, 8]),
+        ([1, 2], [1, 2, 7], set(), [1, 2, 7]),
+        ([1, 2], [1, 2, 7], {2}, [1, 2]),
+        ([1, 2], [1, 2, 7], {0}, []),
+        ([1, 2], [9, 2, 7], {1}, [9]),
+    ],
+)
+def test_an_accepted_run(drafts: list[int], target: list[int], failed: set[int], run: list[int]) -> None:
+    assert accepted_run(drafts, target, failed) == run
+
+
+def test_step_costs_are_measured_on_the_runner() -> None:
+    ticks = iter(range(1000))
+    costs = measure_step_costs(HashRunner(2, 4), 2, 4, clock=lambda: float(next(ticks)))
+    assert costs.rows == (1, 2, 4, 8)
+    assert costs.step_ms == (1000.0,) * 4

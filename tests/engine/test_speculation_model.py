@@ -1,0 +1,90 @@
+"""Speculation on the default model in float32: tokens equal those without, and the worker's own way of opening it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import StartupError
+from cluster.sampling_params import SamplingParams
+from cluster.worker_settings import WorkerSettings
+from decode_worker.speculation.draft import Draft
+from decode_worker.speculation.ngram import NgramDrafter
+from decode_worker.speculation.opening import open_speculator
+from decode_worker.speculation.speculator import ChainSpeculator
+from engine.block_pool import BlockPool
+from engine.drafting import Speculator
+from engine.engine import Engine
+from engine.model_executor import ModelExecutor
+from engine.request import EngineLimits
+from engine.runner_factory import BuiltRunner, build_runner
+from tests.engine.engine_bench import DEADLINE_S, Collector, make_request
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+
+REFERENCE = Path(__file__).parents[1] / "exactness" / "greedy_reference.json"
+PROMPTS: list[list[int]] = [row["prompt"] for row in json.loads(REFERENCE.read_text())][:3]
+COPIED = [*PROMPTS[0][:12]] * 4  # repeats itself, and the model goes on with it
+NUM_TOKENS = 32
+
+
+class JunkDrafter(NgramDrafter):
+    """Always guesses, from what the model has said; rarely right."""
+
+    name = "junk"
+
+    def propose(self, request_id: object, num_drafts: int) -> Draft:
+        return Draft.chain([17 + 31 * index for index in range(num_drafts)])
+
+
+@pytest.fixture(scope="module")
+def settings(default_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> WorkerSettings:
+    return WorkerSettings(
+        worker_id="speculation-test", model=str(default_model_path), listen="unix:unused",
+        runtime_dir=tmp_path_factory.mktemp("runtime"), dtype="float32", num_kv_blocks=64, max_model_len=256,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built(settings: WorkerSettings) -> BuiltRunner:
+    return build_runner(settings)
+
+
+def tokens_with(built: BuiltRunner, settings: WorkerSettings, speculator: Speculator | None) -> list[list[int]]:
+    pool = BlockPool(built.memory.num_blocks, settings.block_tokens, built.config.fingerprint)
+    limits = EngineLimits(max_model_len=built.max_model_len, max_sequences=8, max_batch_tokens=64)
+    executor = ModelExecutor(built.runner, limits, settings.block_tokens, built.memory.copy_block)
+    engine = Engine(executor, pool, limits, speculator=speculator)
+    sink = Collector(deadline_s=10 * DEADLINE_S)
+    engine.start(sink)
+    kinds = [{"temperature": 0.0}, {"temperature": 0.7, "seed": 5}]
+    prompts = [(prompt, kind) for prompt in (*PROMPTS, COPIED) for kind in kinds]
+    try:
+        for index, (prompt, kind) in enumerate(prompts):
+            sampling = SamplingParams(max_tokens=NUM_TOKENS, **kind)  # type: ignore[arg-type]
+            engine.submit(make_request(f"r{index}", prompt, sampling=sampling))
+        for index in range(len(prompts)):
+            sink.end(f"r{index}")
+    finally:
+        engine.stop(DEADLINE_S)
+    return [sink.tokens(f"r{index}") for index in range(len(prompts))]
+
+
+def test_s10_tokens_in_float32_are_those_without_drafts(built: BuiltRunner, settings: WorkerSettings) -> None:
+    plain = tokens_with(built, settings, None)
+    junk = ChainSpeculator({"junk": JunkDrafter()}, "junk", 4, None)
+    assert tokens_with(built, settings, junk) == plain
+    for name in ("ngram", "suffix", "auto"):
+        speculator = open_speculator(settings.model_copy(update={"speculation": name}), built)
+        assert speculator is not None
+        assert tokens_with(built, settings, speculator) == plain
+        assert speculator.counters()["speculation_drafts_proposed"] > 0
+
+
+def test_s34_a_drafter_that_is_not_there_fails_at_the_start(built: BuiltRunner, settings: WorkerSettings) -> None:
+    assert open_speculator(settings, built) is None
+    for name in ("draft", "medusa", "eagle"):
+        with pytest.raises(StartupError, match=f"{name} is not there yet"):
+            open_speculator(settings.model_copy(update={"speculation": name}), built)
