@@ -170,7 +170,7 @@ class Scheduler:
         return budget, partial
 
     def _admit(self, plan: StepPlan, budget: int, partial: _PartialPrefills) -> int:
-        """Takes from the queue while there is room, past a few that do not fit, within bounds. Gives the budget left."""
+        """Takes from the queue while there is room, past a few that do not fit, within bounds. Gives what is left."""
         passed_by: list[Sequence] = []
         twins: list[Sequence] = []
         while budget > 0 and len(self.running) < self._limits.max_sequences:

@@ -10,10 +10,11 @@ import pytest
 from cluster.errors import StartupError
 from cluster.sampling_params import SamplingParams
 from cluster.worker_settings import WorkerSettings
-from decode_worker.speculation.draft import Draft
+from decode_worker.speculation.draft import Draft, Drafter
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.opening import open_speculator
 from decode_worker.speculation.speculator import ChainSpeculator
+from decode_worker.speculation.suffix import SuffixDrafter
 from engine.block_pool import BlockPool
 from engine.drafting import Speculator
 from engine.engine import Engine
@@ -76,11 +77,15 @@ def test_s10_tokens_in_float32_are_those_without_drafts(built: BuiltRunner, sett
     plain = tokens_with(built, settings, None)
     junk = ChainSpeculator({"junk": JunkDrafter()}, "junk", 4, None)
     assert tokens_with(built, settings, junk) == plain
-    for name in ("ngram", "suffix", "auto"):
-        speculator = open_speculator(settings.model_copy(update={"speculation": name}), built)
-        assert speculator is not None
+    drafters: tuple[Drafter, ...] = (NgramDrafter(), SuffixDrafter())
+    for drafter in drafters:
+        speculator = ChainSpeculator({drafter.name: drafter}, drafter.name, 4, None)
         assert tokens_with(built, settings, speculator) == plain
-        assert speculator.counters()["speculation_drafts_proposed"] > 0
+        assert speculator.counters()["speculation_drafts_accepted"] > 0
+    # Whether the gate lets anything through depends on this machine's step costs; the tokens do not.
+    opened = open_speculator(settings.model_copy(update={"speculation": "auto"}), built)
+    assert opened is not None
+    assert tokens_with(built, settings, opened) == plain
 
 
 def test_s34_a_drafter_that_is_not_there_fails_at_the_start(built: BuiltRunner, settings: WorkerSettings) -> None:
