@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)
@@ -118,6 +118,10 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tandem_model_isa": (c_char_p, (c_void_p,)),
     "tandem_model_status": (None, (c_void_p, POINTER(ModelStatus))),
     "tandem_model_memory": (c_int32, (c_void_p, c_int32, POINTER(c_uint64), POINTER(c_uint64))),
+    "tandem_matrix_create": (c_void_p, (c_char_p, c_int32, c_int32, c_int32, c_int32, c_void_p)),
+    "tandem_matrix_bytes": (c_int64, (c_void_p,)),
+    "tandem_matrix_multiply": (c_int32, (c_void_p, c_void_p, c_int32, c_void_p, c_int64)),
+    "tandem_matrix_destroy": (None, (c_void_p,)),
     "tandem_gumbel_argmax": (
         c_int32,
         (c_char_p, c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),

@@ -1,8 +1,10 @@
 // The C functions of tandem_native.h: exceptions become return codes and a message.
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cpu_features.h"
 #include "decoder.h"
@@ -10,6 +12,14 @@
 
 struct TandemModel {
     tandem::Decoder decoder;
+};
+
+struct TandemMatrix {
+    tandem::KernelTable kernels;
+    tandem::Arena arena;
+    tandem::PackedMatrix packed;
+
+    const tandem::LinearKernels& linear() const { return kernels.linear[(int)packed.format]; }
 };
 
 namespace {
@@ -87,6 +97,34 @@ int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* 
                              float* hidden, TandemLayerCallback layer_done) {
     return guarded([&] { model->decoder.forward(*step, logits, (size_t)logits_stride, hidden, layer_done); });
 }
+
+TandemMatrix* tandem_matrix_create(const char* isa, int32_t rows, int32_t columns, int32_t source, int32_t format,
+                                   const void* data) {
+    std::unique_ptr<TandemMatrix> matrix;
+    const int32_t failed = guarded([&] {
+        matrix.reset(new TandemMatrix{kernels_for(isa), {}, {}});
+        matrix->packed = tandem::allocate_matrix(matrix->arena, (tandem::NumberFormat)format, rows, columns);
+        tandem::pack_matrix(matrix->packed, 0, 1, rows, (tandem::NumberFormat)source, data);
+    });
+    return failed ? nullptr : matrix.release();
+}
+
+int64_t tandem_matrix_bytes(const TandemMatrix* matrix) { return (int64_t)matrix->arena.used_bytes(); }
+
+int32_t tandem_matrix_multiply(const TandemMatrix* matrix, const float* x, int32_t num_rows, float* out,
+                               int64_t out_stride) {
+    return guarded([&] {
+        const tandem::PackedMatrix& packed = matrix->packed;
+        if (out_stride < tandem::padded(packed.n)) throw std::invalid_argument("out_stride is too small");
+        const tandem::LinearKernels& linear = matrix->linear();
+        std::vector<uint8_t> scratch(linear.packed_bytes(num_rows, packed.k_padded) + 64);
+        void* activations = (void*)(((size_t)scratch.data() + 63) / 64 * 64);
+        linear.pack(x, (size_t)packed.k, num_rows, packed.k, packed.k_padded, activations);
+        linear.multiply(activations, num_rows, packed, 0, packed.panels, out, (size_t)out_stride, false);
+    });
+}
+
+void tandem_matrix_destroy(TandemMatrix* matrix) { delete matrix; }
 
 int32_t tandem_gumbel_argmax(const char* isa, const float* scaled, int64_t stride, int32_t rows, int32_t vocab_size,
                              const int64_t* peak_ids, const uint64_t* seeds, const uint64_t* choice_indices,

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 2
+#define TANDEM_ABI_VERSION 3
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -113,6 +113,17 @@ TANDEM_API int32_t tandem_model_memory(const TandemModel* model, int32_t index, 
  * logits_stride is at least vocab_size rounded up to 16; the columns after vocab_size are undefined. */
 TANDEM_API int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* logits, int64_t logits_stride,
                              float* hidden, TandemLayerCallback layer_done);
+
+/* One matrix by itself, for tests and benchmarks: packed from `rows` x `columns` of `source` into `format`. NULL on
+ * failure. multiply: out [num_rows, out_stride] = x [num_rows, columns] * W^T, on the calling thread; out_stride is at
+ * least `rows` rounded up to 16. */
+typedef struct TandemMatrix TandemMatrix;
+TANDEM_API TandemMatrix* tandem_matrix_create(const char* isa, int32_t rows, int32_t columns, int32_t source,
+                                              int32_t format, const void* data);
+TANDEM_API int64_t tandem_matrix_bytes(const TandemMatrix* matrix);
+TANDEM_API int32_t tandem_matrix_multiply(const TandemMatrix* matrix, const float* x, int32_t num_rows, float* out,
+                                          int64_t out_stride);
+TANDEM_API void tandem_matrix_destroy(TandemMatrix* matrix);
 
 /* The tokens that `engine.sampler.gumbel_argmax` chooses, for rows of `scaled` [rows, stride] float32 whose largest value
  * is 0 at peak_ids[row]. seeds, choice_indices, positions [rows]: whose noise. `isa` empty: the best one. */

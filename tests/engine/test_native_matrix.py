@@ -1,0 +1,98 @@
+"""Native matrix products against NumPy, for every format, instruction set, odd shape and row count."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from cluster.errors import EngineFailure
+from engine.kernels.native import NativeMatrix
+from engine.native_library import NumberFormat
+from tests.engine.native_model import built_isas
+
+GGUF_TYPES = {
+    NumberFormat.Q4_0: gguf.GGMLQuantizationType.Q4_0,
+    NumberFormat.Q4_1: gguf.GGMLQuantizationType.Q4_1,
+    NumberFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0,
+}
+ROW_COUNTS = (1, 2, 3, 5, 8, 12, 13, 16, 17, 24, 25, 33, 64)
+SHAPES = ((1, 32), (15, 64), (16, 96), (17, 576), (50, 160))
+pytestmark = pytest.mark.parametrize("isa", built_isas())
+
+
+def random_array(*shape: int) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(1000 * shape[0] + shape[1]).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (33, 7), (20, 77)])
+def test_float32_products_are_float32_exact(isa: str, outputs: int, inputs: int) -> None:
+    weights = random_array(outputs, inputs)
+    matrix = NativeMatrix(weights, inputs, NumberFormat.F32, NumberFormat.F32, isa=isa)
+    for rows in ROW_COUNTS:
+        x = random_array(rows, inputs)
+        expected = x.astype(np.float64) @ weights.astype(np.float64).T
+        np.testing.assert_allclose(matrix.multiply(x), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (33, 7), (20, 77)])
+def test_bfloat16_products_are_those_of_rounded_operands(isa: str, outputs: int, inputs: int) -> None:
+    weights = random_array(outputs, inputs)
+    matrix = NativeMatrix(weights, inputs, NumberFormat.F32, NumberFormat.BF16, isa=isa)
+    rounded = torch.from_numpy(weights).bfloat16().double()
+    for rows in ROW_COUNTS:
+        x = random_array(rows, inputs)
+        expected = (torch.from_numpy(x).bfloat16().double() @ rounded.T).numpy()
+        np.testing.assert_allclose(matrix.multiply(x), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_blocks_of_a_file_keep_their_values(isa: str, kind: NumberFormat, outputs: int, inputs: int) -> None:
+    """With activations that int8 holds exactly (whole numbers up to 127 in each block), nothing is rounded."""
+    blocks = gguf.quants.quantize(random_array(outputs, inputs), GGUF_TYPES[kind])
+    weights = gguf.quants.dequantize(blocks, GGUF_TYPES[kind]).astype(np.float64)
+    matrix = NativeMatrix(blocks, inputs, kind, kind, isa=isa)
+    for rows in ROW_COUNTS:
+        x = np.random.default_rng(rows).integers(-126, 127, (rows, inputs)).astype(np.float32)
+        x[:, ::32] = 127
+        np.testing.assert_allclose(matrix.multiply(x), x.astype(np.float64) @ weights.T, rtol=1e-5, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [NumberFormat.Q4_1, NumberFormat.Q8_0])
+def test_rounded_weights_are_near_the_floats(isa: str, kind: NumberFormat) -> None:
+    weights, x = random_array(64, 576), random_array(9, 576)
+    matrix = NativeMatrix(weights, 576, NumberFormat.F32, kind, isa=isa)
+    exact = x @ weights.T
+    error = np.abs(matrix.multiply(x) - exact).mean() / exact.std()
+    assert error < (0.1 if kind == NumberFormat.Q4_1 else 0.015)
+
+
+@pytest.mark.parametrize("kind", list(GGUF_TYPES))
+def test_rows_of_zeros_give_zeros(isa: str, kind: NumberFormat) -> None:
+    """Q9: an all-zero row has scale 0 and must not divide by it; its neighbours keep their values."""
+    blocks = gguf.quants.quantize(random_array(20, 64), GGUF_TYPES[kind])
+    x = random_array(3, 64)
+    x[1] = 0
+    out = NativeMatrix(blocks, 64, kind, kind, isa=isa).multiply(x)
+    assert np.isfinite(out).all()
+    assert not out[1].any()
+
+
+def test_q9_zero_row_of_weights_gives_zeros_in_every_format(isa: str) -> None:
+    weights = random_array(20, 576)
+    weights[0] = 0
+    x = random_array(4, 576)
+    for kind in (NumberFormat.F32, NumberFormat.BF16, NumberFormat.Q4_1, NumberFormat.Q8_0):
+        out = NativeMatrix(weights, 576, NumberFormat.F32, kind, isa=isa).multiply(x)
+        assert np.isfinite(out).all()
+        assert not out[:, 0].any()
+
+
+def test_formats_that_do_not_go_together_are_refused(isa: str) -> None:
+    with pytest.raises(EngineFailure, match="cannot be kept"):
+        NativeMatrix(random_array(4, 64), 64, NumberFormat.F32, NumberFormat.Q4_0, isa=isa)
+    with pytest.raises(EngineFailure, match="multiples of 32, not 48"):
+        NativeMatrix(random_array(4, 48), 48, NumberFormat.F32, NumberFormat.Q8_0, isa=isa)
