@@ -108,6 +108,7 @@ def serve(
     num_threads: Annotated[int | None, typer.Option(help="compute threads of each worker", min=1)] = None,
     transport: Transport = None,
     block_tokens: Annotated[int | None, typer.Option(help="tokens of one KV block", min=1, max=256)] = None,
+    policy: Annotated[str | None, typer.Option(help="cache_aware, least_loaded or round_robin")] = None,
     host: Annotated[str | None, typer.Option(help="address of the HTTP and gRPC fronts")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free one", min=0, max=65535)] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any free one", min=0, max=65535)] = None,
@@ -136,6 +137,7 @@ def serve(
         "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,
         "prefill.num_threads": num_threads, "decode.num_threads": num_threads, "aggregated.num_threads": num_threads,
         "transports": tuple(transport.split(",")) if transport else None, "block_tokens": block_tokens,
+        "router.policy": policy,
         "router.host": host, "router.port": port, "router.grpc_port": grpc_port, "redis.url": redis_url,
         "seed": seed, "link_bytes_per_s": link_bytes_per_s,
     }  # fmt: skip

@@ -195,6 +195,7 @@ def _router_settings(shared: _Shared) -> RouterSettings:
         max_concurrent_requests=router.max_concurrent_requests,
         request_timeout_s=router.request_timeout_s,
         prefill_fallback=router.prefill_fallback,
+        policy=router.policy,
         seed=config.seed,
     )
 

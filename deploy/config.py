@@ -49,6 +49,9 @@ class RouterConfig(Section):
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, le=64 * 2**20)
     max_concurrent_requests: int = Field(default=1024, ge=1, description="beyond it: 503 with Retry-After")
     request_timeout_s: float = Field(default=600.0, gt=0, le=600)
+    policy: Literal["cache_aware", "least_loaded", "round_robin"] = Field(
+        default="least_loaded", description="how prefill and decode workers are chosen"
+    )
     prefill_fallback: Literal["allow", "deny"] = Field(
         default="allow", description="may a decode worker prefill when no prefill worker is ready"
     )
