@@ -24,6 +24,11 @@ class KvLayout:
     order: str = ORDER
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of one head's keys (or values) of one (block, layer): the smallest run that is always contiguous."""
+        return self.block_tokens * self.head_dim * self.element_bytes
+
+    @property
     def cell_bytes(self) -> int:
         """Bytes of one (block, layer): keys and values of `block_tokens` tokens."""
         return 2 * self.num_kv_heads * self.block_tokens * self.head_dim * self.element_bytes

@@ -130,7 +130,6 @@ class PromptLanding:
         self._peer_ref: on.PeerRef | None = None
         self._commit: handoff_pb2.Commit | None = None
         self._is_offered = False  # to the engine
-        self._num_bad_before = 0  # of the attempt, at its last resend
         self._outcome: asyncio.Future[Landed | None] = self._loop.create_future()
 
     @property
@@ -183,17 +182,14 @@ class PromptLanding:
     def _committed(self, commit: handoff_pb2.Commit) -> None:
         self._commit = commit
         failure = from_failure(commit.failure) if commit.HasField("failure") else None
-        # P counts every frame, also those that a resend replaced.
-        num_frames = max(0, commit.num_frames - self._num_bad_before)
         ref = TransferRef.of(commit.key)
-        self._apply(on.RankCommitted(ref, commit.src_rank, num_frames, commit.num_resends, failure))
+        self._apply(on.RankCommitted(ref, commit.src_rank, commit.num_frames, commit.num_resends, failure))
 
     def _frame_landed(self, ref: TransferRef) -> None:
-        arrived = self._resources.table.arrived(ref.transfer_id, ref.epoch)
-        if arrived is not None:
+        landed = self._resources.table.progress(ref.transfer_id, ref.epoch)
+        if landed is not None:
             self._timeline.mark_once(RequestMoment.FIRST_FRAME)
-            num_verified = arrived.num_frames - arrived.num_bad_frames
-            self._apply(on.FramesLanded(ref, num_verified, arrived.num_bad_frames, arrived.num_bytes))
+            self._apply(on.FramesLanded(ref, landed.num_verified_frames, landed.num_bad_frames, landed.num_bytes))
 
     def _from_thread(self, call: Callable[..., None], *arguments: object) -> None:
         with suppress(RuntimeError):  # the loop has ended: so has everything here
@@ -318,7 +314,6 @@ class PromptLanding:
         self._apply(on.PeerReady(peer_ref, CancelGuarantee.FENCED))
 
     def _open(self, ref: TransferRef, destination: tuple[BlockRef, ...], first_block: int) -> None:
-        self._num_bad_before = 0
         self._resources.table.open(
             ref.transfer_id,
             ref.epoch,
@@ -371,8 +366,6 @@ class PromptLanding:
         )
 
     def _ask_again(self, action: on.SendResend) -> None:
-        arrived = self._resources.table.arrived(action.ref.transfer_id, action.ref.epoch)
-        self._num_bad_before = arrived.num_bad_frames if arrived is not None else 0
         self._tell(
             resend=handoff_pb2.Resend(
                 key=action.ref.to_message(),

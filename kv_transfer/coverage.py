@@ -19,6 +19,34 @@ class CellRange:
     first_block: int
     num_blocks: int
 
+    @property
+    def num_cells(self) -> int:
+        return self.num_layers * self.num_blocks
+
+    def overlaps(self, other: CellRange) -> bool:
+        return (
+            self.first_layer < other.first_layer + other.num_layers
+            and other.first_layer < self.first_layer + self.num_layers
+            and self.first_block < other.first_block + other.num_blocks
+            and other.first_block < self.first_block + self.num_blocks
+        )
+
+    def split_off(self, max_cells: int) -> tuple[CellRange, tuple[CellRange, ...]]:
+        """The first part of at most `max_cells` cells (whole blocks where they fit), and what is left, in order."""
+        if self.num_cells <= max_cells:
+            return self, ()
+        if self.num_layers <= max_cells:
+            num_blocks = max_cells // self.num_layers
+            part = CellRange(self.first_layer, self.num_layers, self.first_block, num_blocks)
+            return part, (self._from_block(num_blocks),)
+        part = CellRange(self.first_layer, max_cells, self.first_block, 1)
+        num_left = self.num_layers - max_cells
+        rest = CellRange(self.first_layer + max_cells, num_left, self.first_block, 1)
+        return part, (rest, self._from_block(1)) if self.num_blocks > 1 else (rest,)
+
+    def _from_block(self, skipped: int) -> CellRange:
+        return CellRange(self.first_layer, self.num_layers, self.first_block + skipped, self.num_blocks - skipped)
+
 
 class CellCoverage:
     """Coverage of blocks [first_block, first_block + num_blocks) over all layers. Not thread-safe: its owner locks."""

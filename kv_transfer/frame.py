@@ -1,10 +1,10 @@
 """The header in front of a frame's bytes: fixed size, checked before anything is believed.
 
-0   magic "TKVF"      4    first_layer, num_layers   2 x u16
-4   version           u16  first_block, num_blocks   2 x u32
-6   src_rank          u16  num_bytes                 u64
-8   transfer_id       16   digest of the payload     16
-24  epoch, seq        2 x u32                        checksum of all before  8
+0   magic "TKVF"   4         32  first_layer, num_layers   2 x u16    56  digest of the payload   16
+4   version        u16       36  first_head, num_heads     2 x u16    72  checksum of all before  8
+6   src_rank       u16       40  first_block, num_blocks   2 x u32
+8   transfer_id    16        48  num_bytes                 u64
+24  epoch, seq     2 x u32
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from cluster.identity import TransferId
 from kv_transfer.transport import FrameHeader
 
 MAGIC = b"TKVF"
-VERSION = 1
-_FIELDS = struct.Struct("<4sHH16sIIHHIIQ16s")
+VERSION = 2
+_FIELDS = struct.Struct("<4sHH16sIIHHHHIIQ16s")
 _CHECKSUM_BYTES = 8
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 DIGEST_ALGORITHM = "xxh3-128"
+# No transport of ours sends a larger frame: a peer that announces one is not believed, nor read.
+MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 
 
 class BadFrame(Exception):
@@ -51,6 +53,8 @@ def pack_header(header: FrameHeader) -> bytes:
         header.seq,
         header.first_layer,
         header.num_layers,
+        header.first_head,
+        header.num_heads,
         header.first_block,
         header.num_blocks,
         header.num_bytes,
@@ -66,10 +70,26 @@ def parse_header(data: bytes | bytearray | memoryview) -> FrameHeader:
     fields = bytes(data[: _FIELDS.size])
     if xxhash.xxh3_64_digest(fields) != bytes(data[_FIELDS.size :]):
         raise BadFrame("the header's checksum is wrong")
-    magic, version, rank, transfer_id, epoch, seq, *place, num_bytes, digest = _FIELDS.unpack(fields)
-    layer, layers, block, blocks = place
+    magic, version, rank, transfer_id, epoch, seq, layer, layers, head, heads, block, blocks, num_bytes, digest = (
+        _FIELDS.unpack(fields)
+    )
     if magic != MAGIC or version != VERSION:
         raise BadFrame(f"magic {magic!r} version {version}, expected {MAGIC!r} version {VERSION}")
-    if layers == 0 or blocks == 0:
+    if layers == 0 or blocks == 0 or num_bytes == 0:
         raise BadFrame("the frame is empty")
-    return FrameHeader(TransferId(transfer_id), epoch, rank, seq, layer, layers, block, blocks, num_bytes, digest)
+    if num_bytes > MAX_PAYLOAD_BYTES:
+        raise BadFrame(f"a payload of {num_bytes} bytes is larger than {MAX_PAYLOAD_BYTES}")
+    return FrameHeader(
+        transfer_id=TransferId(transfer_id),
+        epoch=epoch,
+        src_rank=rank,
+        seq=seq,
+        first_layer=layer,
+        num_layers=layers,
+        first_block=block,
+        num_blocks=blocks,
+        num_bytes=num_bytes,
+        digest=digest,
+        first_head=head,
+        num_heads=heads,
+    )

@@ -6,7 +6,7 @@ A fatal difference refuses the pair at once, by the field's name, instead of fai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.v1 import common_pb2, handoff_pb2
 
@@ -65,18 +65,21 @@ def make_hello(
 def compare(mine: HandoffIdentity, hello: handoff_pb2.Hello) -> list[handoff_pb2.Mismatch]:
     """Every field in which the two differ, the fatal ones first."""
     layout, theirs = mine.layout, hello.layout
+    has_same_blocks = layout.block_tokens == theirs.block_tokens
+    # Blocks of two sizes are gathered on the way (`kv_transfer.shapes`); the vector is a hash over one block of each.
+    their_vector = hello.hash_test_vector if has_same_blocks else mine.hash_test_vector
     fields: list[tuple[str, object, object, bool]] = [
         ("model_fingerprint", mine.model_fingerprint, hello.model_fingerprint, True),
         ("layout.num_layers", layout.num_layers, theirs.num_layers, True),
         ("layout.num_kv_heads", layout.num_kv_heads, theirs.num_kv_heads, True),
         ("layout.head_dim", layout.head_dim, theirs.head_dim, True),
         ("layout.dtype", layout.dtype, theirs.dtype, True),
-        ("layout.block_tokens", layout.block_tokens, theirs.block_tokens, True),
+        ("layout.block_tokens", layout.block_tokens, theirs.block_tokens, not _divides(layout, theirs)),
         ("layout.order", layout.order, theirs.order, True),
         ("tp_size", mine.tp_size, hello.tp_size, True),
         ("tp_rank", mine.tp_rank, hello.tp_rank, True),
         ("hash_algorithm", HASH_ALGORITHM, hello.hash_algorithm, True),
-        ("hash_test_vector", mine.hash_test_vector.hex(), hello.hash_test_vector.hex(), True),
+        ("hash_test_vector", mine.hash_test_vector.hex(), their_vector.hex(), True),
         ("digest_algorithm", DIGEST_ALGORITHM, hello.digest_algorithm, True),
     ]
     mismatches = [
@@ -90,7 +93,17 @@ def compare(mine: HandoffIdentity, hello: handoff_pb2.Hello) -> list[handoff_pb2
             0,
             handoff_pb2.Mismatch(field="protocol", mine=str(PROTOCOL_VERSION), yours=theirs_range, fatal=True),
         )
-    return mismatches
+    return sorted(mismatches, key=lambda mismatch: not mismatch.fatal)
+
+
+def _divides(mine: KvLayout, theirs: handoff_pb2.KvLayout) -> bool:
+    smaller, larger = sorted((mine.block_tokens, theirs.block_tokens))
+    return smaller > 0 and larger % smaller == 0
+
+
+def receiver_layout(mine: KvLayout, hello: handoff_pb2.Hello) -> KvLayout:
+    """The pool of a decode worker whose Hello was not refused: it may differ from mine in the size of its blocks."""
+    return replace(mine, block_tokens=hello.layout.block_tokens)
 
 
 def is_refused(mismatches: Sequence[handoff_pb2.Mismatch]) -> bool:

@@ -18,10 +18,12 @@ from cluster.identity import BlockRef, TransferId
 from kv_transfer.coverage import CellCoverage, CellRange
 from kv_transfer.frame import root_digest
 from kv_transfer.kv_memory import KvMemory
+from kv_transfer.shapes import HeadRange
 from kv_transfer.transport import FrameHeader
 
 # Frames that measure the link belong to no attempt: attempts count from 1.
 PROBE_EPOCH = 0
+EMPTY_ROOT = root_digest([])
 
 # Called from a transport's thread after each frame of a transfer: (transfer, epoch).
 FrameListener = Callable[[TransferId, int], None]
@@ -30,16 +32,30 @@ PeerListener = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class LandingProgress:
+    """How far one attempt is, without looking at its cells."""
+
+    num_verified_frames: int
+    num_bad_frames: int
+    num_bytes: int  # of both
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived:
-    """What came in for one attempt: `missing` and `is_complete` speak of verified cells, the rest of all frames."""
+    """What came in for one attempt. All but the counts of frames and bytes speaks of what verified."""
 
     is_complete: bool
     missing: tuple[CellRange, ...]
     num_frames: int
     num_bad_frames: int  # among them: their digest differs
     num_bytes: int
-    root_digest: bytes
+    root_digests: dict[int, bytes]  # of each rank that sent anything
     num_complete_blocks: int
+
+    @property
+    def root_digest(self) -> bytes:
+        """Of the only rank."""
+        return self.root_digests.get(0, EMPTY_ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +74,12 @@ class LandingCounts:
 class _Landing:
     destination: tuple[BlockRef, ...]
     first_block: int
-    coverage: CellCoverage
+    coverage: dict[HeadRange, CellCoverage]  # of each range of heads that one rank sends
     on_frame: FrameListener
     is_fenced: bool = False
     pins: int = 0
     on_silent: Callable[[], None] | None = None
-    digests: dict[int, bytes] = field(default_factory=dict)
+    digests: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by (rank, seq): what verified
     num_bad_frames: int = 0
     num_bytes: int = 0
 
@@ -76,6 +92,7 @@ class LandingTable:
         self._on_peer_gone = on_peer_gone
         self._landings: dict[tuple[TransferId, int], _Landing] = {}
         self._lock = threading.Lock()
+        self._all_heads = HeadRange(0, memory.layout.num_kv_heads)
         self._frames = self._num_bytes = self._stale = self._bad = self._refused = 0
 
     # --- the coordinator's side -----------------------------------------------------------------------------------
@@ -87,9 +104,15 @@ class LandingTable:
         destination: Sequence[BlockRef],
         first_block: int,
         on_frame: FrameListener,
+        head_parts: Sequence[HeadRange] = (),
     ) -> None:
-        """Lets frames in for blocks [first_block, first_block + len(destination)) of the prompt."""
-        coverage = CellCoverage(self._memory.layout.num_layers, first_block, len(destination))
+        """Lets frames in for blocks [first_block, first_block + len(destination)) of the prompt.
+
+        `head_parts`: which ranges of heads come from different ranks; none: all heads from one.
+        """
+        parts = head_parts or (self._all_heads,)
+        num_layers = self._memory.layout.num_layers
+        coverage = {part: CellCoverage(num_layers, first_block, len(destination)) for part in parts}
         with self._lock:
             if (transfer_id, epoch) in self._landings:
                 raise ValueError("this attempt is open already")
@@ -101,15 +124,24 @@ class LandingTable:
             landing = self._landings.get((transfer_id, epoch))
             if landing is None:
                 return None
+            ranks = sorted({rank for rank, _ in landing.digests})
             return Arrived(
-                landing.coverage.is_complete,
-                landing.coverage.missing(),
-                len(landing.digests),
-                landing.num_bad_frames,
-                landing.num_bytes,
-                root_digest([landing.digests[seq] for seq in sorted(landing.digests)]),
-                landing.coverage.num_complete_blocks(),
+                is_complete=all(coverage.is_complete for coverage in landing.coverage.values()),
+                missing=tuple(cells for coverage in landing.coverage.values() for cells in coverage.missing()),
+                num_frames=len(landing.digests) + landing.num_bad_frames,
+                num_bad_frames=landing.num_bad_frames,
+                num_bytes=landing.num_bytes,
+                root_digests={rank: _root_of_rank(landing.digests, rank) for rank in ranks},
+                num_complete_blocks=min(coverage.num_complete_blocks() for coverage in landing.coverage.values()),
             )
+
+    def progress(self, transfer_id: TransferId, epoch: int) -> LandingProgress | None:
+        """The same counts at the cost of a look-up: good for every frame."""
+        with self._lock:
+            landing = self._landings.get((transfer_id, epoch))
+            if landing is None:
+                return None
+            return LandingProgress(len(landing.digests), landing.num_bad_frames, landing.num_bytes)
 
     def matches_root(self, transfer_id: TransferId, epoch: int, expected: bytes) -> bool:
         """Whether the frames that arrived are those that were sent, in full."""
@@ -138,26 +170,22 @@ class LandingTable:
 
     def open_frame(self, header: FrameHeader) -> list[memoryview] | None:
         """Where the payload goes, block by block; None: drain and drop it."""
-        cells = _cells(header)
+        heads = self._heads(header)
         with self._lock:
             landing = self._landings.get((header.transfer_id, header.epoch))
             if landing is None or landing.is_fenced:
                 self._stale += header.epoch != PROBE_EPOCH
                 return None
-            expected_bytes = header.num_layers * header.num_blocks * self._memory.layout.cell_bytes
-            # A cell that has verified is never written again: a late duplicate cannot spoil it.
-            if (
-                header.num_bytes != expected_bytes
-                or not landing.coverage.contains(cells)
-                or landing.coverage.any_covered(cells)
-                or header.seq in landing.digests
-            ):
+            if not self._may_land(landing, header, heads):
                 self._refused += 1
                 return None
             landing.pins += 1
             first = header.first_block - landing.first_block
             blocks = landing.destination[first : first + header.num_blocks]
-        return [self._memory.run(ref.block, header.first_layer, header.num_layers) for ref in blocks]
+        if heads == self._all_heads:
+            return [self._memory.run(ref.block, header.first_layer, header.num_layers) for ref in blocks]
+        layers = range(header.first_layer, header.first_layer + header.num_layers)
+        return [run for ref in blocks for layer in layers for run in self._head_runs(ref, layer, heads)]
 
     def close_frame(self, header: FrameHeader, arrived_digest: bytes | None) -> None:
         """The payload is in place with this digest, or (None) the connection broke in the middle of it."""
@@ -173,12 +201,12 @@ class LandingTable:
                 on_frame = landing.on_frame
                 self._frames += 1
                 self._num_bytes += header.num_bytes
-                # The root is over what the sender said, so it stays comparable when a bad frame is sent again; the
-                # coverage is over what verified.
-                landing.digests[header.seq] = header.digest
                 landing.num_bytes += header.num_bytes
+                # The root is over what verified: a frame that was lost or spoilt leaves it on both sides when its
+                # cells are sent again.
                 if hmac.compare_digest(arrived_digest, header.digest):
-                    landing.coverage.mark(_cells(header))
+                    landing.digests[header.src_rank, header.seq] = header.digest
+                    landing.coverage[self._heads(header)].mark(_cells(header))
                 else:
                     landing.num_bad_frames += 1
                     self._bad += 1
@@ -192,6 +220,35 @@ class LandingTable:
         if self._on_peer_gone is not None:
             self._on_peer_gone(peer, reason)
 
+    # --- shapes ---------------------------------------------------------------------------------------------------
+
+    def _heads(self, header: FrameHeader) -> HeadRange:
+        return HeadRange(header.first_head, header.num_heads) if header.num_heads else self._all_heads
+
+    def _may_land(self, landing: _Landing, header: FrameHeader, heads: HeadRange) -> bool:
+        """A cell that has verified is never written again: a late duplicate cannot spoil it."""
+        coverage = landing.coverage.get(heads)
+        cells = _cells(header)
+        num_cells = header.num_layers * header.num_blocks
+        return (
+            coverage is not None
+            and header.num_bytes == num_cells * self._memory.layout.head_bytes * 2 * heads.count
+            and coverage.contains(cells)
+            and not coverage.any_covered(cells)
+            and (header.src_rank, header.seq) not in landing.digests
+        )
+
+    def _head_runs(self, ref: BlockRef, layer: int, heads: HeadRange) -> tuple[memoryview, memoryview]:
+        """The bytes of some heads' keys, and of their values."""
+        cell = self._memory.run(ref.block, layer, 1)
+        head_bytes, half = self._memory.layout.head_bytes, self._memory.layout.cell_bytes // 2
+        start, end = heads.first * head_bytes, (heads.first + heads.count) * head_bytes
+        return cell[start:end], cell[half + start : half + end]
+
 
 def _cells(header: FrameHeader) -> CellRange:
     return CellRange(header.first_layer, header.num_layers, header.first_block, header.num_blocks)
+
+
+def _root_of_rank(digests: dict[tuple[int, int], bytes], rank: int) -> bytes:
+    return root_digest([digests[key] for key in sorted(digests) if key[0] == rank])

@@ -15,8 +15,9 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.errors import KvTransferFailed
 from cluster.identity import BlockRef, TransferId
@@ -24,11 +25,14 @@ from kv_transfer.coverage import CellCoverage, CellRange
 from kv_transfer.frame import digest_of, root_digest
 from kv_transfer.kv_memory import KvMemory
 from kv_transfer.layer_groups import LinkCosts, layer_groups
-from kv_transfer.transport import FrameHeader, Sender
+from kv_transfer.shapes import CellGather
+from kv_transfer.transport import FrameHeader, Sender, SendTicket
 
 # A frame is small enough for a transport's ring, and large enough that its fixed cost is nothing.
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 CLOSE_TIMEOUT_S = 10.0
+# How often operations are looked after that a transport completes later.
+POLL_INTERVAL_S = 0.0005
 
 _log = logging.getLogger(__name__)
 
@@ -62,52 +66,71 @@ class PushRequest:
     credit_bytes: int = 0  # 0: as much as there is
 
 
-@dataclass(slots=True)
+class _Pending(NamedTuple):
+    cells: CellRange
+    blocks: tuple[BlockRef, ...]
+
+
+class _Sent(NamedTuple):
+    cells: CellRange
+    digest: bytes
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
 class PushSession:
-    """One attempt. The engine thread reports what is written; the sending thread owns what is sent."""
+    """One attempt. The engine thread reports what is written; the sending thread owns what is sent.
+
+    Blocks and cells are counted as the receiver counts them; only `_blocks` is the source's own table.
+    """
 
     request: PushRequest
     _pusher: LayerPusher
     _blocks: tuple[BlockRef, ...] = ()
     # Engine thread.
+    _num_blocks: int = 0
     _written_blocks: int = 0  # blocks whose cells are posted (or not asked for), from the first on
     _chunk_end_block: int = 0
     _groups: tuple[int, ...] = ()
     _group_ends: frozenset[int] = frozenset()
     _first_layer: int = 0
     # Sending thread.
-    _pending: deque[CellRange] = field(default_factory=deque)
+    _pending: deque[_Pending] = field(default_factory=deque)
     _credit_bytes: int = 0
-    _num_bytes: int = 0
+    _posted_bytes: int = 0
+    _num_posted: int = 0
     _sent: CellCoverage | None = None
-    _digests: list[bytes] = field(default_factory=list)
-    _is_cancelled: bool = False
+    _live: dict[int, _Sent] = field(default_factory=dict)  # by seq, without what a resend replaced
+    _tickets: list[SendTicket] = field(default_factory=list)
+    _on_drained: Callable[[int], None] | None = None
     _is_over: bool = False
 
     # --- engine thread --------------------------------------------------------------------------------------------
 
     def blocks_allocated(self, blocks: Sequence[BlockRef], cached_tokens: int) -> None:
         """The prompt's blocks are known; the first `cached_tokens` are valid now and leave at once."""
-        layout = self._pusher.memory.layout
+        layout = self._pusher.target
         is_first = not self._blocks
-        self._blocks = tuple(blocks[: -(-self.request.num_tokens // layout.block_tokens)])
+        self._blocks = tuple(blocks)
+        self._num_blocks = -(-self.request.num_tokens // layout.block_tokens)
         if is_first:
             self._written_blocks = self.request.have_tokens // layout.block_tokens
-            self._pusher.post(_Begin(self, self._written_blocks, len(self._blocks) - self._written_blocks))
-        # Else the request was preempted and starts again in other blocks: what was sent stays sent.
-        cached_blocks = min(cached_tokens // layout.block_tokens, len(self._blocks))
+            self._pusher.post(_Begin(self, self._written_blocks, self._num_blocks - self._written_blocks))
+        # Else the request was preempted and starts again in other blocks: what was sent stays sent, and what is still
+        # to be sent of the first round was posted with the blocks of that round.
+        cached_blocks = min(cached_tokens // layout.block_tokens, self._num_blocks)
         if cached_blocks > self._written_blocks:
             self._post(0, layout.num_layers, cached_blocks)
             self._written_blocks = cached_blocks
 
     def chunk_started(self, first_token: int, num_tokens: int) -> None:
-        layout = self._pusher.memory.layout
+        layout = self._pusher.target
         end = first_token + num_tokens
         is_last = end >= self.request.num_tokens
-        self._chunk_end_block = len(self._blocks) if is_last else end // layout.block_tokens
+        self._chunk_end_block = self._num_blocks if is_last else end // layout.block_tokens
         num_blocks = max(0, self._chunk_end_block - self._written_blocks)
         self._groups = layer_groups(
-            layout.num_layers, num_blocks * layout.cell_bytes, self.request.num_tokens, self._pusher.costs
+            layout.num_layers, num_blocks * self._pusher.cell_bytes, self.request.num_tokens, self._pusher.costs
         )
         ends, layer = [], -1
         for group in self._groups:
@@ -126,7 +149,7 @@ class PushSession:
 
     def _post(self, first_layer: int, num_layers: int, end_block: int) -> None:
         cells = CellRange(first_layer, num_layers, self._written_blocks, end_block - self._written_blocks)
-        self._pusher.post(_Post(self, cells))
+        self._pusher.post(_Post(self, cells, self._blocks))
 
     # --- any thread -----------------------------------------------------------------------------------------------
 
@@ -153,6 +176,7 @@ class _Begin:
 class _Post:
     session: PushSession
     cells: CellRange
+    blocks: tuple[BlockRef, ...]  # where they are
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +197,32 @@ class _Cancel:
     on_drained: Callable[[int], None]
 
 
-_Order = _Begin | _Post | _AddCredit | _Resend | _Cancel
+@dataclass(frozen=True, slots=True)
+class _Poll:
+    """Nothing was ordered, but operations are outstanding."""
+
+
+_POLL = _Poll()
+_Order = _Begin | _Post | _AddCredit | _Resend | _Cancel | _Poll
 
 
 class LayerPusher:
     """Owns the connection to one decode worker and the thread that sends on it."""
 
-    def __init__(self, sender: Sender, memory: KvMemory, costs: LinkCosts, src_rank: int = 0) -> None:
+    def __init__(
+        self, sender: Sender, memory: KvMemory, costs: LinkCosts, src_rank: int = 0, gather: CellGather | None = None
+    ) -> None:
+        """`gather`: the receiver's pool has another shape than `memory`; without it they are alike."""
         self.memory = memory
         self.costs = costs
+        self.target = gather.target if gather is not None else memory.layout
+        self.cell_bytes = gather.cell_bytes if gather is not None else memory.layout.cell_bytes
+        self._gather = gather
         self._sender = sender
         self._src_rank = src_rank
         # Bounded by what the engine holds: a session posts at most layers x chunks orders.
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._sessions: set[int] = set()
+        self._live: set[PushSession] = set()  # not over, or with operations that have not ended
         self._failure: KvTransferFailed | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-push-{sender.name}", daemon=True)
         self._thread.start()
@@ -204,76 +240,128 @@ class LayerPusher:
         self._thread.join(CLOSE_TIMEOUT_S)
         self._sender.close()
 
-    def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            try:
-                self._obey(order)
-            except KvTransferFailed as error:
-                self._failure = error
-                self._fail(order.session, error)
+    # --- sending thread -------------------------------------------------------------------------------------------
 
-    def _obey(self, order: _Order) -> None:
+    def _run(self) -> None:
+        while True:
+            is_waiting = any(session._tickets for session in self._live)
+            try:
+                order = self._orders.get(timeout=POLL_INTERVAL_S if is_waiting else None)
+            except queue.Empty:
+                order = _POLL
+            if order is None:
+                return
+            try:
+                if isinstance(order, _Poll):
+                    self._sender.poll()
+                else:
+                    self._obey(order)
+            except KvTransferFailed as error:
+                self._fail_all(error)
+            for session in tuple(self._live):
+                self._settle(session)
+
+    def _obey(self, order: _Begin | _Post | _AddCredit | _Resend | _Cancel) -> None:
         session = order.session
+        self._live.add(session)
         if isinstance(order, _Cancel):
-            session._is_cancelled = session._is_over = True
+            session._is_over = True
             session._pending.clear()
-            order.on_drained(len(session._digests))
+            session._on_drained = order.on_drained
             return
-        if session._is_cancelled:
+        if session._on_drained is not None:
             return
         if self._failure is not None:
             self._fail(session, self._failure)
             return
         if isinstance(order, _Begin):
-            session._sent = CellCoverage(self.memory.layout.num_layers, order.first_block, order.num_blocks)
+            session._sent = CellCoverage(self.target.num_layers, order.first_block, order.num_blocks)
         elif isinstance(order, _Post):
-            session._pending.append(order.cells)
+            session._pending.append(_Pending(order.cells, order.blocks))
         elif isinstance(order, _AddCredit):
             session._credit_bytes += order.num_bytes
         else:
-            session._is_over = False
-            session._pending.extend(order.ranges)
+            self._prepare_resend(session, order.ranges)
         self._pump(session)
 
-    def _pump(self, session: PushSession) -> None:
-        """Sends what is pending while there is credit; seals the session with its last cell."""
-        while session._pending:
-            cells = session._pending[0]
-            frames = list(_frames(cells, self.memory.layout.cell_bytes))
-            num_bytes = cells.num_layers * cells.num_blocks * self.memory.layout.cell_bytes
-            is_limited = session.request.credit_bytes > 0
-            if is_limited and session._num_bytes + num_bytes > session._credit_bytes:
-                return
-            session._pending.popleft()
-            for part in frames:
-                self._send(session, part)
-        if session._sent is not None and session._sent.is_complete and not session._is_over:
-            session._is_over = True
-            session.request.callbacks.on_sealed(
-                PushSummary(len(session._digests), session._num_bytes, root_digest(session._digests))
-            )
+    def _prepare_resend(self, session: PushSession, ranges: Sequence[CellRange]) -> None:
+        """Frames whose cells go again do not count any more; every layer is written, in the latest blocks."""
+        session._is_over = False
+        session._live = {
+            seq: sent for seq, sent in session._live.items() if not any(sent.cells.overlaps(again) for again in ranges)
+        }
+        session._pending.extend(_Pending(cells, session._blocks) for cells in ranges)
 
-    def _send(self, session: PushSession, cells: CellRange) -> None:
-        blocks = session._blocks[cells.first_block : cells.first_block + cells.num_blocks]
-        payload = [self.memory.run(ref.block, cells.first_layer, cells.num_layers) for ref in blocks]
-        num_bytes = sum(run.nbytes for run in payload)
+    def _pump(self, session: PushSession) -> None:
+        """Posts what is pending while there is credit for at least a cell of it."""
+        is_limited = session.request.credit_bytes > 0
+        while session._pending:
+            cells, blocks = session._pending[0]
+            credit = session._credit_bytes - session._posted_bytes if is_limited else MAX_FRAME_BYTES
+            num_cells = min(credit, MAX_FRAME_BYTES) // self.cell_bytes
+            if num_cells < 1:
+                return
+            part, rest = cells.split_off(num_cells)
+            session._pending.popleft()
+            session._pending.extendleft(_Pending(left, blocks) for left in reversed(rest))
+            self._send(session, part, blocks)
+
+    def _send(self, session: PushSession, cells: CellRange, blocks: tuple[BlockRef, ...]) -> None:
+        payload = self._payload(cells, blocks)
+        heads = self._gather.target_heads if self._gather is not None else None
         header = FrameHeader(
-            session.request.transfer_id,
-            session.request.epoch,
-            self._src_rank,
-            len(session._digests),
-            cells.first_layer,
-            cells.num_layers,
-            cells.first_block,
-            cells.num_blocks,
-            num_bytes,
-            digest_of(payload),
+            transfer_id=session.request.transfer_id,
+            epoch=session.request.epoch,
+            src_rank=self._src_rank,
+            seq=session._num_posted,
+            first_layer=cells.first_layer,
+            num_layers=cells.num_layers,
+            first_block=cells.first_block,
+            num_blocks=cells.num_blocks,
+            num_bytes=cells.num_cells * self.cell_bytes,
+            digest=digest_of(payload),
+            first_head=heads.first if heads is not None else 0,
+            num_heads=heads.count if heads is not None else 0,
         )
-        self._sender.push(header, payload)
-        session._digests.append(header.digest)
-        session._num_bytes += num_bytes
+        ticket = self._sender.push(header, payload)
+        session._live[header.seq] = _Sent(cells, header.digest, header.num_bytes)
+        session._num_posted += 1
+        session._posted_bytes += header.num_bytes
+        if not ticket.done:
+            session._tickets.append(ticket)
         if session._sent is not None:
             session._sent.mark(cells)
+
+    def _payload(self, cells: CellRange, blocks: tuple[BlockRef, ...]) -> list[memoryview]:
+        if self._gather is not None:
+            return [self._gather.gather(blocks, cells)]
+        wanted = blocks[cells.first_block : cells.first_block + cells.num_blocks]
+        return [self.memory.run(ref.block, cells.first_layer, cells.num_layers) for ref in wanted]
+
+    def _settle(self, session: PushSession) -> None:
+        """Takes off what has ended; then the session may be sealed, or drained after its cancel."""
+        failed = next((ticket.error for ticket in session._tickets if ticket.done and ticket.error), "")
+        session._tickets = [ticket for ticket in session._tickets if not ticket.done]
+        if failed:
+            self._fail(session, KvTransferFailed(failed, stage="transfer"))
+        if session._tickets:
+            return
+        if session._on_drained is not None:
+            self._live.discard(session)
+            session._on_drained(session._num_posted)
+        elif session._is_over:
+            self._live.discard(session)
+        elif session._sent is not None and session._sent.is_complete and not session._pending:
+            session._is_over = True
+            self._live.discard(session)
+            session.request.callbacks.on_sealed(_summary(session._live))
+
+    def _fail_all(self, error: KvTransferFailed) -> None:
+        """The connection is broken for every session: nothing that was posted on it can still be read."""
+        self._failure = error
+        for session in self._live:
+            session._tickets = []
+            self._fail(session, error)
 
     def _fail(self, session: PushSession, error: KvTransferFailed) -> None:
         if not session._is_over:
@@ -283,11 +371,6 @@ class LayerPusher:
             session.request.callbacks.on_failed(error)
 
 
-def _frames(cells: CellRange, cell_bytes: int) -> Iterator[CellRange]:
-    """The range in parts that fit into a frame: by blocks, and by layers where one block is too much already."""
-    layers = max(1, min(cells.num_layers, MAX_FRAME_BYTES // cell_bytes))
-    blocks = max(1, MAX_FRAME_BYTES // (layers * cell_bytes))
-    for layer in range(cells.first_layer, cells.first_layer + cells.num_layers, layers):
-        num_layers = min(layers, cells.first_layer + cells.num_layers - layer)
-        for block in range(cells.first_block, cells.first_block + cells.num_blocks, blocks):
-            yield CellRange(layer, num_layers, block, min(blocks, cells.first_block + cells.num_blocks - block))
+def _summary(live: dict[int, _Sent]) -> PushSummary:
+    sent = [live[seq] for seq in sorted(live)]
+    return PushSummary(len(sent), sum(one.num_bytes for one in sent), root_digest([one.digest for one in sent]))

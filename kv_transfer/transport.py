@@ -29,8 +29,9 @@ class FrameHeader:
     """What travels in front of a frame's bytes (`kv_transfer/frame.py` packs it).
 
     A frame covers whole (block, layer) cells: layers [first_layer, first_layer + num_layers) of the destination's
-    logical blocks [first_block, first_block + num_blocks), counted from the start of the prompt. Bytes are laid block
-    by block, in each block layer by layer.
+    logical blocks [first_block, first_block + num_blocks), counted from the start of the prompt, of heads
+    [first_head, first_head + num_heads). Bytes are laid as in the receiver's pool: block by block, in each block layer
+    by layer, keys before values, head by head.
     """
 
     transfer_id: TransferId
@@ -43,6 +44,8 @@ class FrameHeader:
     num_blocks: int
     num_bytes: int
     digest: bytes  # xxh3-128 of the payload, 16 bytes
+    first_head: int = 0
+    num_heads: int = 0  # 0: all heads that the receiver's pool has
 
 
 class FrameSink(Protocol):

@@ -50,7 +50,6 @@ class FlowResources:
 
     engine: ServingEngine
     pool: BlockPool
-    block_tokens: int
     num_layers: int
 
 
@@ -334,7 +333,7 @@ class PrefillFlow:
         return on.ResendAsked(tuple(self._to_cells(wanted) for wanted in resend.ranges), resend.tries_left)
 
     def _to_cells(self, wanted: handoff_pb2.Range) -> CellRange:
-        block_tokens = self._resources.block_tokens
+        block_tokens = self._link.pusher.target.block_tokens
         first_block = wanted.first_token // block_tokens
         end_block = -(-(wanted.first_token + wanted.num_tokens) // block_tokens)
         return CellRange(wanted.first_layer, wanted.num_layers, first_block, end_block - first_block)

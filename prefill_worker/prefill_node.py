@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import grpc.aio
 from tandem.v1 import handoff_pb2, handoff_pb2_grpc, membership_pb2, worker_pb2
@@ -25,8 +26,9 @@ from cluster.worker_process import WorkerContext
 from engine.request import SequenceOutput
 from engine.worker_engine import WorkerEngine, load_report, open_engine
 from kv_transfer.endpoints import connect_best, read_host_id
-from kv_transfer.hello import HandoffIdentity, compare, is_refused, make_ack
+from kv_transfer.hello import HandoffIdentity, compare, is_refused, make_ack, receiver_layout
 from kv_transfer.layer_pusher import LayerPusher
+from kv_transfer.shapes import CellGather, HeadRange
 from kv_transfer.transfer_ref import TransferRef
 from prefill_worker.decode_peer import DecodePeer, PeerLink, PrefillRejected
 from prefill_worker.handoff_service import HandoffService
@@ -68,7 +70,7 @@ class PrefillNode:
         self._registry = new_registry()
         self._counters = WorkerCounters(WorkerMetrics(self._registry, parts.model_name, settings.worker_id))
         self._metrics_server: MetricsServer | None = None
-        self._resources = FlowResources(parts.engine, parts.pool, layout.block_tokens, layout.num_layers)
+        self._resources = FlowResources(parts.engine, parts.pool, layout.num_layers)
         self._flows: dict[RequestId, PrefillFlow] = {}
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -129,13 +131,22 @@ class PrefillNode:
             return make_ack(self._identity, mismatches, transport_reason=error.message), None
         self._note_transport(hello, link.sender.name, link.reason)
         agreed = PeerLink(
-            pusher=LayerPusher(link.sender, self._parts.built.memory, link.costs),
+            pusher=LayerPusher(link.sender, self._parts.built.memory, link.costs, gather=self._gather_for(hello)),
             transport=link.sender.name,
             reason=link.reason,
             measured_gb_per_s=link.costs.bytes_per_s / GIGABYTE,
         )
         peer = DecodePeer(WorkerId(hello.identity.worker_id), Incarnation(hello.identity.incarnation), agreed, self)
         return make_ack(self._identity, mismatches, agreed.transport, agreed.reason, agreed.measured_gb_per_s), peer
+
+    def _gather_for(self, hello: handoff_pb2.Hello) -> CellGather | None:
+        """What brings our blocks into the decode worker's size; None when they are alike."""
+        memory = self._parts.built.memory
+        target = receiver_layout(memory.layout, hello)
+        if target == memory.layout:
+            return None
+        heads = HeadRange(0, target.num_kv_heads)
+        return CellGather(memory, target, heads, heads)
 
     def _note_transport(self, hello: handoff_pb2.Hello, used: str, reason: str) -> None:
         wanted = hello.transports[0].name
@@ -152,7 +163,9 @@ class PrefillNode:
             error = WorkerUnavailable(f"{self._context.settings.worker_id} is draining", stage="prefill")
             raise PrefillRejected(handoff_pb2.REJECT_REASON_DRAINING, error)
         try:
-            checked = check_prefill(request, self._limits)
+            # Prefix and destination are counted in the decode worker's blocks.
+            block_tokens = peer.pusher.target.block_tokens
+            checked = check_prefill(request, replace(self._limits, block_tokens=block_tokens))
             check_load(
                 self._parts.engine.load().waiting, self._context.settings.max_waiting, self._num_pinned(), self._limits
             )

@@ -17,6 +17,8 @@ from kv_transfer.transports.connection_gate import ACCEPTED, ConnectionGate
 MAX_CONNECTIONS = 256
 # How long a peer may pause in the middle of a frame; between frames it may be silent for ever.
 STALL_TIMEOUT_S = 10.0
+# Out of descriptors: accepting fails at once, again and again, until one is free.
+ACCEPT_PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Listener:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._is_closed = False
+        self._close_wanted = threading.Event()
         server.listen(64)
         self._acceptor = threading.Thread(target=self._accept_for_ever, name=f"kv-{name}-accept", daemon=True)
         self._acceptor.start()
@@ -48,6 +51,7 @@ class Listener:
         """Ends every connection and waits for its thread: afterwards nothing writes into the pool."""
         with self._lock:
             self._is_closed = True
+            self._close_wanted.set()
             connections = list(self._connections)
         for end in (self._server, *connections):
             _shut_down(end)
@@ -65,7 +69,7 @@ class Listener:
                     return
                 # Out of descriptors, or the peer was gone already: the next one may be fine.
                 _log.warning("%s: cannot accept a connection: %s", self._name, error)
-                if self._server.fileno() < 0:
+                if self._close_wanted.wait(ACCEPT_PAUSE_S):
                     return
                 continue
             with self._lock:

@@ -160,7 +160,7 @@ async def test_kv36_prefill_worker_restarts_on_the_same_address(fleet: WorkerFle
 
 async def test_f27_other_block_size_is_refused_at_hello_by_the_fields_name(fleet: WorkerFleet) -> None:
     prefill, decode = await asyncio.gather(
-        fleet.start("prefill", "prefill-0", block_tokens=32), fleet.start("decode", "decode-0")
+        fleet.start("prefill", "prefill-0", block_tokens=24), fleet.start("decode", "decode-0")
     )
     row = reference_row(33)
     async with Router(decode) as router:
@@ -171,6 +171,18 @@ async def test_f27_other_block_size_is_refused_at_hello_by_the_fields_name(fleet
     assert local.token_ids == row["tokens"][:NUM_TOKENS]
     status = await decode.status()
     assert [(peer.state, "layout.block_tokens" in peer.reason) for peer in status.peers] == [("refused", True)]
+
+
+async def test_kv17_blocks_of_twice_the_size_are_gathered_into_ours_exactly(fleet: WorkerFleet) -> None:
+    prefill, decode = await asyncio.gather(
+        fleet.start("prefill", "prefill-0", block_tokens=32), fleet.start("decode", "decode-0")
+    )
+    for num_tokens in (33, 1000):
+        row = reference_row(num_tokens)
+        async with Router(decode) as router:
+            answer = await router.generate(f"r{num_tokens}", row["prompt"], NUM_TOKENS, [prefill])
+        assert answer.token_ids == row["tokens"][:NUM_TOKENS]
+        assert answer.last.timeline.prefill_worker_id == "prefill-0"
 
 
 async def test_layers_overlap_on_a_slow_link(fleet: WorkerFleet) -> None:
