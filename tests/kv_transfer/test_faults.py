@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -132,7 +132,7 @@ FAULTS = list(Fault)
 WHOLE_FRAME_FAULTS = [fault for fault in Fault if fault not in (Fault.CUT, Fault.WRONG_LENGTH)]
 
 
-def run(pair: FaultyPair, num_transfers: int, faults: list[Fault]) -> None:
+def run(pair: FaultyPair, num_transfers: int, faults: Sequence[Fault]) -> None:
     choose = random.Random(2024)
     try:
         for number in range(num_transfers):
