@@ -28,8 +28,9 @@ from kv_transfer.layer_groups import LinkCosts, layer_groups
 from kv_transfer.shapes import CellGather
 from kv_transfer.transport import FrameHeader, Sender, SendTicket
 
-# A frame is small enough for a transport's ring, and large enough that its fixed cost is nothing.
-MAX_FRAME_BYTES = 4 * 1024 * 1024
+# A frame is small enough for a transport's ring, and large enough that its fixed cost is nothing. A larger cell goes as
+# one frame all the same.
+MAX_FRAME_BYTES = 1024 * 1024
 CLOSE_TIMEOUT_S = 10.0
 # How often operations are looked after that a transport completes later.
 POLL_INTERVAL_S = 0.0005
@@ -297,8 +298,9 @@ class LayerPusher:
         is_limited = session.request.credit_bytes > 0
         while session._pending:
             cells, blocks = session._pending[0]
-            credit = session._credit_bytes - session._posted_bytes if is_limited else MAX_FRAME_BYTES
-            num_cells = min(credit, MAX_FRAME_BYTES) // self.cell_bytes
+            num_cells = max(1, MAX_FRAME_BYTES // self.cell_bytes)
+            if is_limited:
+                num_cells = min(num_cells, (session._credit_bytes - session._posted_bytes) // self.cell_bytes)
             if num_cells < 1:
                 return
             part, rest = cells.split_off(num_cells)

@@ -16,8 +16,8 @@ from kv_transfer.landing_table import PROBE_EPOCH
 from kv_transfer.layer_groups import LinkCosts
 from kv_transfer.transport import FrameHeader, Sender
 
-LARGE_FRAME_BYTES = 4 * 1024 * 1024
-NUM_LARGE_FRAMES = 8
+LARGE_FRAME_BYTES = 1024 * 1024
+NUM_LARGE_FRAMES = 32
 SMALL_FRAME_BYTES = 4096
 NUM_SMALL_FRAMES = 32
 _PROBE_ID = TransferId(bytes(16))

@@ -32,9 +32,12 @@ from kv_transfer.transports.stream_io import read_exactly, read_header, send_gat
 from kv_transfer.transports.tcp import introduce
 from kv_transfer.transports.throttle import Throttle
 
-RING_BYTES = 16 * 1024 * 1024
-# A frame takes at most a quarter of the ring, so that filling and emptying overlap.
-MAX_FRAME_BYTES = RING_BYTES // 4
+# Small, so that what the sender wrote is still in a cache when the receiver reads it: between two processes on Zen 4,
+# 4 MiB move 3.2 GB/s where 16 MiB move 2.1.
+RING_BYTES = 4 * 1024 * 1024
+# The sender hears of free room this often, so that filling and emptying overlap.
+TOLD_EVERY_BYTES = RING_BYTES // 4
+MAX_FRAME_BYTES = RING_BYTES // 2
 _U64 = struct.Struct("<Q")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 ByteArray = npt.NDArray[np.uint8]
@@ -65,7 +68,6 @@ class ShmSender:
 
     name = "shm"
     cancel_guarantee = CancelGuarantee.FENCED
-    max_frame_bytes = MAX_FRAME_BYTES
 
     def __init__(self, address: str, nonce: bytes, throttle_bytes_per_s: int = 0) -> None:
         """Raises `KvTransferFailed` when the peer does not answer, or memory for the ring is not to be had."""
@@ -123,7 +125,10 @@ class ShmSender:
     def _make_room(self, num_bytes: int) -> tuple[int, int]:
         """Where the frame goes, and how many bytes of the ring it takes with the gap before it."""
         if num_bytes > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {num_bytes} bytes is larger than {MAX_FRAME_BYTES}")
+            raise KvTransferFailed(
+                f"a frame of {num_bytes} bytes is larger than {MAX_FRAME_BYTES}: use smaller blocks, or tcp",
+                stage="transfer",
+            )
         position = self._written % RING_BYTES
         gap = RING_BYTES - position if position + num_bytes > RING_BYTES else 0
         taken = gap + num_bytes
@@ -156,7 +161,7 @@ def serve_ring(connection: socket.socket, sink: FrameSink) -> None:
             _copy_out(ring, start, header, list(runs), sink)
         consumed += taken
         # Not after every frame: the sender reads these only when it needs room, and a Unix socket holds few messages.
-        if consumed - told >= MAX_FRAME_BYTES:
+        if consumed - told >= TOLD_EVERY_BYTES:
             connection.sendall(_U64.pack(consumed))
             told = consumed
 
