@@ -1,0 +1,201 @@
+"""What the router costs: tokens a second that one process relays, and the time it adds to a first token.
+
+    client (this process) ──HTTP, SSE──> router (child) ──Session──> step source (child): no model
+
+The step source answers every request with one token a step, all requests of a step in one message, as a decode worker
+does, a step each `--step-ms`. At 0 it goes as fast as the router reads: that is the relay's limit.
+`python -m benchmarks.router_relay` prints tokens/s, the router's CPU share and CPU microseconds for each token, and the
+time to first token of a request alone. By profile about a third of the router's time is the kernel's `send`: one for
+each stream and step, which is the floor of this design.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from tandem.v1 import common_pb2, handoff_pb2, membership_pb2, worker_pb2, worker_pb2_grpc
+
+from cluster.rpc import bind, build_server
+from cluster.rpc_security import RpcSecurity
+
+SECURITY = RpcSecurity("benchmark")
+IDENTITY = common_pb2.WorkerIdentity(worker_id="steps", incarnation="one", role=common_pb2.WORKER_ROLE_AGGREGATED)
+LETTER = 97
+MODEL = "relay"
+
+
+class StepSource(worker_pb2_grpc.DecodeWorkerServicer):
+    """One token a step for every live request."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    async def Session(self, messages: AsyncIterator[worker_pb2.RouterMessage], context: Any) -> None:  # type: ignore[override]
+        await anext(messages)
+        hello = worker_pb2.DecodeHello(identity=IDENTITY, protocol_version=1)
+        await context.write(worker_pb2.DecodeMessage(hello=hello))
+        live: dict[str, list[int]] = {}
+        arrived = asyncio.Event()
+        reader = asyncio.create_task(self._read(messages, live, arrived))
+        try:
+            while True:
+                if not live:
+                    arrived.clear()
+                    await arrived.wait()
+                await context.write(worker_pb2.DecodeMessage(step=_step(live)))
+                await asyncio.sleep(self._step_s)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(
+        self, messages: AsyncIterator[worker_pb2.RouterMessage], live: dict[str, list[int]], arrived: asyncio.Event
+    ) -> None:
+        async for message in messages:
+            if message.WhichOneof("message") == "submit":
+                live[message.submit.request_id] = [0, message.submit.sampling.max_tokens, message.submit.fence]
+                arrived.set()
+            else:
+                live.pop(message.cancel.request_id, None)
+
+
+def _step(live: dict[str, list[int]]) -> worker_pb2.StepTokens:
+    step = worker_pb2.StepTokens(token_counts=[1] * len(live), token_ids=[LETTER] * len(live))
+    for request_id, progress in list(live.items()):
+        step.request_ids.append(request_id)
+        progress[0] += 1
+        is_last = progress[0] >= progress[1]
+        if progress[0] == 1 or is_last:
+            reason = common_pb2.FINISH_REASON_LENGTH if is_last else common_pb2.FINISH_REASON_UNSPECIFIED
+            step.events.add(request_id=request_id, fence=progress[2], finish_reason=reason)
+        if is_last:
+            del live[request_id]
+    return step
+
+
+async def serve_steps(address: str, step_s: float) -> None:
+    server = build_server(SECURITY)
+    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(StepSource(step_s), server)
+    bind(server, address, SECURITY)
+    await server.start()
+    await server.wait_for_termination()
+
+
+async def serve_router(address: str, port: int) -> None:
+    """A router whose only worker is the step source; its vocabulary is bytes."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+
+    from cluster.membership_state import ChangeKind, MembershipChange
+    from cluster.router_settings import RouterSettings
+    from cluster.token_bytes import BYTE_SPELLING
+    from cluster.tokenizer import Tokenizer
+    from cluster.vocabulary import Vocabulary
+    from router.http_server import HttpServer, bind_socket
+    from router.limits import ServingLimits
+    from router.router_core import build_core
+
+    backend = Backend(models.BPE(vocab={BYTE_SPELLING[byte]: byte for byte in range(256)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    table = tuple(bytes([byte]) for byte in range(256))
+    vocabulary = Vocabulary(table, frozenset(), frozenset(), {}, None, False, None, 8192)
+    settings = RouterSettings(model="", runtime_dir=Path(), max_concurrent_requests=4096)
+    limits = ServingLimits(MODEL, 256, 8192)
+    core = build_core(settings, Tokenizer(backend, vocabulary), None, limits, SECURITY, None)
+    layout = handoff_pb2.KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_tokens=16)
+    record = membership_pb2.WorkerRecord(identity=IDENTITY, control_address=address, ready=True, layout=layout)
+    core.registry.on_membership_change(MembershipChange(ChangeKind.JOINED, record))
+    HttpServer(core.http_app, bind_socket("127.0.0.1", port, "--port"), 1.0).start()
+    await asyncio.Event().wait()
+
+
+async def stream(port: int, max_tokens: int) -> float:
+    """Seconds to the first event; reads the answer to its end. Raises RuntimeError when it does not end well."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": max_tokens, "stream": True}).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
+    started = time.perf_counter()
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    first_s, tail = 0.0, b""
+    while data := await reader.read(65536):
+        if not first_s and b"data:" in data:
+            first_s = time.perf_counter() - started
+        tail = (tail + data)[-64:]
+    writer.close()
+    if b"[DONE]" not in tail:
+        raise RuntimeError(f"the stream ended with {tail!r}")
+    return first_s
+
+
+async def measure(port: int, router_pid: int, streams: int, tokens: int) -> None:
+    for _ in range(200):
+        try:
+            await stream(port, 2)
+            break
+        except (OSError, RuntimeError):  # not up yet, or its worker is not
+            await asyncio.sleep(0.05)
+    single_ms = [await stream(port, 1) * 1000 for _ in range(100)]
+    process = psutil.Process(router_pid)
+    before = process.cpu_times()
+    started = time.perf_counter()
+    await asyncio.gather(*(stream(port, tokens) for _ in range(streams)))
+    wall_s = time.perf_counter() - started
+    after = process.cpu_times()
+    cpu_s = after.user + after.system - before.user - before.system
+    total = streams * tokens
+    print(
+        f"{streams} streams x {tokens} tokens: {total / wall_s:,.0f} tokens/s, router CPU {cpu_s / wall_s:.0%}, "
+        f"{cpu_s / total * 1e6:.1f} us CPU a token; one request alone: first token p50 "
+        f"{statistics.median(single_ms):.2f} ms, p99 {statistics.quantiles(single_ms, n=100)[98]:.2f} ms"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", nargs="?", default="measure", choices=("measure", "router", "steps"))
+    parser.add_argument("--address", default="")
+    parser.add_argument("--port", type=int, default=18_500)
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=200)
+    arguments = parser.parse_args()
+    if arguments.role == "steps":
+        asyncio.run(serve_steps(arguments.address, arguments.step_ms / 1000))
+    elif arguments.role == "router":
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve_router(arguments.address, arguments.port))
+    else:
+        with tempfile.TemporaryDirectory(prefix="tdm-") as directory:
+            _measure_with_children(arguments, f"unix:{directory}/steps")
+
+
+def _measure_with_children(arguments: argparse.Namespace, address: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.router_relay"]
+    flags = [f"--address={address}", f"--port={arguments.port}", f"--step-ms={arguments.step_ms}"]
+    children = [subprocess.Popen([*command, role, *flags], env=dict(os.environ)) for role in ("steps", "router")]
+    try:
+        asyncio.run(measure(arguments.port, children[1].pid, arguments.streams, arguments.tokens))
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+if __name__ == "__main__":
+    main()
