@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from tandem.v1 import worker_pb2
@@ -47,6 +47,8 @@ class PlacementListener(Protocol):
 
     def placed(self, sequence: Sequence, placement: Placement) -> None: ...
 
+    def started(self, sequence: Sequence, event: worker_pb2.RequestEvent) -> None: ...
+
     def moved(self, sequence: Sequence, error: TandemError) -> None: ...
 
 
@@ -57,7 +59,7 @@ class Dispatcher:
         self,
         registry: WorkerRegistry,
         policy: PlacementPolicy,
-        listener: PlacementListener,
+        listeners: Iterable[PlacementListener],
         cache_view: CacheView | None = None,
         timing: TimingModel | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -67,7 +69,7 @@ class Dispatcher:
         self.policy = policy
         self.cache_view = cache_view
         self._timing = timing
-        self._listener = listener
+        self._listeners = tuple(listeners)
         self._clock = clock
         self._parked: dict[Sequence, asyncio.TimerHandle] = {}
         registry.on_change(self._place_parked)
@@ -81,6 +83,8 @@ class Dispatcher:
         placement = sequence.placement
         if placement is None or event.prompt_tokens != len(sequence.spec.token_ids):
             return
+        for listener in self._listeners:
+            listener.started(sequence, event)
         computing = placement.prefill[0] if placement.prefill else placement.decode
         timeline = event.timeline
         was_as_placed = timeline.prefill_worker_id in ("", computing.worker_id)
@@ -112,7 +116,8 @@ class Dispatcher:
                 )
             )
             return
-        self._listener.moved(sequence, error)
+        for listener in self._listeners:
+            listener.moved(sequence, error)
         sequence.leave_failed_worker()
         try:
             self._place(sequence)
@@ -147,7 +152,8 @@ class Dispatcher:
         if self.cache_view is not None and spec.block_hashes:
             for worker in (placement.decode, *placement.prefill[:1]):
                 self.cache_view.chosen(worker.worker_id, spec.block_hashes)
-        self._listener.placed(sequence, placement)
+        for listener in self._listeners:
+            listener.placed(sequence, placement)
 
     def _cached_tokens(self, spec: SequenceSpec, num_tokens: int) -> Mapping[WorkerId, int]:
         if self.cache_view is None or not spec.block_hashes:

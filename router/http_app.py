@@ -23,6 +23,7 @@ from cluster import telemetry
 from cluster.errors import ClientError
 from router.asgi_types import AsgiApp
 from router.cluster_status import ClusterStatus
+from router.decision_log import DecisionLog
 from router.generation_service import GenerationService
 from router.http_errors import error_body
 from router.http_generation import GenerationEndpoint
@@ -40,6 +41,7 @@ def build_http_app(
     parser: RequestParser,
     status: ClusterStatus,
     registry: CollectorRegistry,
+    decisions: DecisionLog,
     *,
     is_ready: Callable[[], bool],
     keys: ApiKeys | None,
@@ -47,7 +49,7 @@ def build_http_app(
 ) -> AsgiApp:
     """The ASGI application of the router."""
     tokens = TokenService(service.encoder, service.limits)
-    probes = _Probes(service, status, registry, is_ready)
+    probes = _Probes(service, status, registry, decisions, is_ready)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.routes.extend(
         [
@@ -67,6 +69,7 @@ def build_http_app(
             Route("/readyz", probes.readyz, methods=["GET"]),
             Route("/metrics", probes.metrics, methods=["GET"]),
             Route("/statusz", probes.statusz, methods=["GET"]),
+            Route("/explain/{request_id}", probes.explain, methods=["GET"]),
             Route("/openapi.json", _constant_json(openapi_document(service.limits)), methods=["GET"]),
         ]
     )
@@ -82,11 +85,13 @@ class _Probes:
         service: GenerationService,
         status: ClusterStatus,
         registry: CollectorRegistry,
+        decisions: DecisionLog,
         is_ready: Callable[[], bool],
     ) -> None:
         self._service = service
         self._status = status
         self._registry = registry
+        self._decisions = decisions
         self._is_ready = is_ready
         self._created = int(time.time())
 
@@ -110,9 +115,15 @@ class _Probes:
         return Response(telemetry.exposition(self._registry), media_type=telemetry.CONTENT_TYPE)
 
     async def statusz(self, request: Request) -> Response:
-        if request.client is not None and request.client.host not in _LOOPBACK_CLIENTS:
-            raise HTTPException(403, "this page is for the machine that the router runs on")
+        _require_this_machine(request)
         return JSONResponse(await self._status.read())
+
+    async def explain(self, request: Request) -> Response:
+        _require_this_machine(request)
+        explained = self._decisions.explain(request.path_params["request_id"])
+        if explained is None:
+            raise HTTPException(404, "no such request, or it was too long ago")
+        return JSONResponse(explained)
 
     def _model(self) -> dict[str, Any]:
         limits = self._service.limits
@@ -123,6 +134,11 @@ class _Probes:
             "owned_by": "tandem",
             "max_model_len": limits.max_model_len,
         }
+
+
+def _require_this_machine(request: Request) -> None:
+    if request.client is not None and request.client.host not in _LOOPBACK_CLIENTS:
+        raise HTTPException(403, "this page is for the machine that the router runs on")
 
 
 def _constant_json(document: dict[str, Any]) -> Callable[[Request], Awaitable[Response]]:

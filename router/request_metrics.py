@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tandem.v1 import worker_pb2
+
 from cluster.errors import RequestCancelled, TandemError
 from cluster.telemetry import RouterMetrics
 from router.answer import Answer
@@ -59,6 +61,15 @@ class RequestMetrics:
             self.fell_back(
                 RouterFallback("prefill", "a prefill worker", "the decode worker", "no prefill worker ready")
             )
+
+    def started(self, sequence: Sequence, event: worker_pb2.RequestEvent) -> None:
+        """Counts a prompt that was not prefilled where it was sent: the decode worker took another way."""
+        placement, used = sequence.placement, event.timeline.prefill_worker_id
+        if placement is None or placement.is_local or not event.HasField("timeline"):
+            return
+        if used != placement.prefill[0].worker_id:
+            taken = "another prefill worker" if used else "the decode worker"
+            self.fell_back(RouterFallback("prefill", "the chosen prefill worker", taken, "it failed or refused"))
 
     def moved(self, sequence: Sequence, error: TandemError) -> None:
         stage = "resumed" if sequence.has_started else "placed again"

@@ -17,6 +17,7 @@ from cluster.tokenizer import Tokenizer
 from router.asgi_types import AsgiApp
 from router.cache_view import CacheView
 from router.cluster_status import ClusterStatus
+from router.decision_log import DecisionLog
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService, ServingPolicy
 from router.grpc_front import InferenceService
@@ -67,12 +68,13 @@ def build_core(
     )
     registry = WorkerRegistry(hello, security, allows_local_prefill=settings.prefill_fallback == "allow")
     encoder = PromptEncoder(tokenizer, template)
+    decisions = DecisionLog()
     choice = choose_policy(settings.policy, settings.seed)
     cache_view = None
     if choice.uses_cache:
         cache_view = CacheView(PrefixIndex(), time.monotonic)
         registry.on_workers(cache_view.worker_joined, cache_view.worker_left)
-    dispatcher = Dispatcher(registry, choice.policy, metrics, cache_view, choice.timing)
+    dispatcher = Dispatcher(registry, choice.policy, (metrics, decisions), cache_view, choice.timing)
     policy = ServingPolicy(
         max_concurrent_requests=settings.max_concurrent_requests,
         request_timeout_s=settings.request_timeout_s,
@@ -86,6 +88,7 @@ def build_core(
         parser,
         ClusterStatus(registry, service, security, cache_view),
         metrics_registry,
+        decisions,
         is_ready=lambda: registry.is_ready,
         keys=keys,
         max_body_bytes=settings.max_body_bytes,

@@ -65,7 +65,7 @@ async def test_every_response_carries_security_headers(http: httpx.AsyncClient) 
 
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", f"/v1/models/{MODEL}", "/tokenize", "/detokenize",
-    "/readyz", "/metrics", "/statusz", "/openapi.json", "/nothing",
+    "/readyz", "/metrics", "/statusz", "/explain/x", "/openapi.json", "/nothing",
 )  # fmt: skip
 DISGUISES = ("{}", "{}/", "/{}", "/x/..{}", "/livez/..{}", "/livez%2f..{}", "{}?key=x", "/LIVEZ{}")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")

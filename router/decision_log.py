@@ -1,0 +1,108 @@
+"""The last placements with their reasons, for `/explain/{request_id}`: candidates, terms, choice, what then happened.
+
+Bounded: the oldest request is forgotten first. Holds numbers and names only, never tokens or text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.v1 import worker_pb2
+
+from cluster.errors import TandemError
+from router.placement import Candidate, Placement
+from router.sequence import Sequence
+
+MAX_REQUESTS = 1024
+MAX_CANDIDATES_SHOWN = 8  # of each role, the best ones
+
+
+@dataclass(slots=True)
+class _Decision:
+    """One placement of one choice."""
+
+    choice: int
+    attempt: int
+    placement: Placement
+    num_prompt_tokens: int
+    outcome: dict[str, Any] = field(default_factory=dict)
+
+
+class DecisionLog:
+    """Hears placements; owned by the router process."""
+
+    def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
+        self._max_requests = max_requests
+        self._requests: OrderedDict[str, list[_Decision]] = OrderedDict()
+
+    def placed(self, sequence: Sequence, placement: Placement) -> None:
+        decisions = self._requests.setdefault(_request_id(sequence), [])
+        decisions.append(_Decision(sequence.spec.index, sequence.fence, placement, len(sequence.spec.token_ids)))
+        while len(self._requests) > self._max_requests:
+            self._requests.popitem(last=False)
+
+    def started(self, sequence: Sequence, event: worker_pb2.RequestEvent) -> None:
+        if (decision := self._latest(sequence)) is not None:
+            timeline = event.timeline
+            decision.outcome = {
+                "prefill_worker_id": timeline.prefill_worker_id,
+                "cached_tokens": event.cached_tokens,
+                "queue_ms": timeline.prefill_queued_us / 1000,
+                "prefill_ms": timeline.prefill_compute_us / 1000,
+                "transfer_exposed_ms": timeline.transfer_exposed_us / 1000,
+                "first_token_ms": timeline.first_token_us / 1000,
+            }
+
+    def moved(self, sequence: Sequence, error: TandemError) -> None:
+        if (decision := self._latest(sequence)) is not None:
+            decision.outcome["moved_because"] = error.error_code
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """What is known of a request's placements; None when it is unknown or forgotten."""
+        decisions = self._requests.get(request_id)
+        if decisions is None:
+            return None
+        return {"request_id": request_id, "placements": [_explained(decision) for decision in decisions]}
+
+    def _latest(self, sequence: Sequence) -> _Decision | None:
+        decisions = self._requests.get(_request_id(sequence), ())
+        return next((one for one in reversed(decisions) if one.choice == sequence.spec.index), None)
+
+
+def _request_id(sequence: Sequence) -> str:
+    """A submission is named `<request id>-<choice>`."""
+    return sequence.submission_id.rpartition("-")[0]
+
+
+def _explained(decision: _Decision) -> dict[str, Any]:
+    placement = decision.placement
+    return {
+        "choice": decision.choice,
+        "attempt": decision.attempt,
+        "policy": placement.policy,
+        "reason": placement.reason,
+        "is_fallback": placement.is_fallback,
+        "prompt_tokens": decision.num_prompt_tokens,
+        "decode_worker_id": placement.decode.worker_id,
+        "prefill_worker_ids": [worker.worker_id for worker in placement.prefill],
+        "expected_cached_tokens": placement.expected_cached_tokens,
+        "expected_prefill_ms": round(placement.expected_prefill_ms, 3),
+        "candidates": _ranked(placement.candidates),
+        "outcome": decision.outcome,
+    }
+
+
+def _ranked(candidates: SequenceOf[Candidate]) -> dict[str, list[dict[str, Any]]]:
+    """By role, the best first: the second one is the runner-up."""
+    by_role: dict[str, list[dict[str, Any]]] = {}
+    for candidate in sorted(candidates, key=lambda one: one.total_ms):
+        shown = by_role.setdefault(candidate.worker.role.value, [])
+        if len(shown) < MAX_CANDIDATES_SHOWN:
+            terms = {name: round(value, 3) for name, value in candidate.terms_ms.items()}
+            shown.append(
+                {"worker_id": candidate.worker.worker_id, "total_ms": round(candidate.total_ms, 3), "terms_ms": terms}
+            )
+    return by_role
