@@ -12,7 +12,6 @@ It knows nothing of HTTP, of text or of placement.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -158,8 +157,8 @@ class WorkerSession:
                 call.cancel()
                 if writer is not None:
                     writer.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError, TimeoutError):
-                        await writer
+                    # gather, not a bare await with its CancelledError suppressed: that would swallow our own as well.
+                    await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: Any) -> None:
         """The outbox in order. A write that gets stuck ends the stream."""
