@@ -186,7 +186,6 @@ class Dispatcher:
             tenant=spec.tenant,
             generated_token_ids=sequence.generated,
             fence=sequence.fence,
-            traceparent=spec.traceparent,
         )
 
     # --- waiting for a worker -----------------------------------------------------------------------------------------

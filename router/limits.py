@@ -73,7 +73,6 @@ class ServingLimits:
     max_model_len: int
     max_choices: int = 8
     max_priority: int = 100
-    block_tokens: int = 16
 
     @property
     def max_prompt_chars(self) -> int:

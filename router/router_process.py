@@ -114,7 +114,7 @@ class RouterProcess:
     async def _drain(self, grpc_front: GrpcFront | None, signals: StopSignals) -> None:
         _log.info("router drains", extra={"running": self._core.service.num_running})
         self._core.service.is_draining = True
-        hurry = asyncio.create_task(self._stop_when_told_twice(signals), name="second-signal")
+        hurry = asyncio.create_task(self._stop_when_told_twice(grpc_front, signals), name="second-signal")
         try:
             fronts = [self._http.stop()]
             if grpc_front is not None:
@@ -125,9 +125,11 @@ class RouterProcess:
             hurry.cancel()
             await asyncio.gather(hurry, return_exceptions=True)
 
-    async def _stop_when_told_twice(self, signals: StopSignals) -> None:
+    async def _stop_when_told_twice(self, grpc_front: GrpcFront | None, signals: StopSignals) -> None:
         await signals.stop_now.wait()
         self._http.stop_now()
+        if grpc_front is not None:
+            await grpc_front.stop(0)
 
     async def _report_readiness(self, front: GrpcFront) -> None:
         """Keeps the gRPC health service in step with the registry."""
@@ -163,7 +165,6 @@ def _limits(settings: RouterSettings, tokenizer: Tokenizer, model_name: str) -> 
         vocab_size=tokenizer.vocab_size,
         max_model_len=max_model_len,
         max_choices=settings.max_choices,
-        block_tokens=settings.block_tokens,
     )
 
 

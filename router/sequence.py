@@ -70,7 +70,6 @@ class SequenceSpec:
     priority: int = 0
     session_key: str = ""
     block_hashes: SequenceOf[BlockHash] = ()  # of the prompt's full blocks, where the policy wants them
-    traceparent: str = ""
     deadline_s: float | None = None  # on the router's clock
 
 
