@@ -21,7 +21,8 @@ QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    return start_cluster("--prefill", "1", "--decode", "1")
+    # float32: in bfloat16 the first token of the answer is a near tie.
+    return start_cluster("--prefill", "1", "--decode", "1", "--dtype", "float32")
 
 
 @pytest.fixture
