@@ -34,6 +34,7 @@ from decode_worker.reservations import Reservations
 from decode_worker.router_session import RouterSession
 from decode_worker.session_service import SessionService
 from decode_worker.speculation.opening import open_speculator
+from engine.kv_memory import KvMemory
 from engine.worker_engine import WorkerEngine, load_report, open_engine
 from kv_transfer.endpoints import ReceivingEnds, read_host_id
 from kv_transfer.hello import HandoffIdentity
@@ -68,7 +69,7 @@ class DecodeNode:
         self._metrics_server: MetricsServer | None = None
         self._reservations = Reservations(parts.pool, max_waiting=settings.max_waiting)
         self._table = LandingTable(parts.built.memory)
-        self._ends = _open_ends(context, self._table)
+        self._ends = _open_ends(context, self._table, parts.built.memory)
         handshake = DecodeHandshake(_identity(context, parts), self._ends, parts.built.memory.size_bytes)
         self._peers = PrefillPeers(lambda target: open_channel(target, context.security), handshake, self.load_report)
         metrics = DecodeMetrics(self._counters, fallbacks)
@@ -178,8 +179,8 @@ def _identity(context: WorkerContext, parts: WorkerEngine) -> HandoffIdentity:
     )
 
 
-def _open_ends(context: WorkerContext, table: LandingTable) -> ReceivingEnds:
+def _open_ends(context: WorkerContext, table: LandingTable, memory: KvMemory) -> ReceivingEnds:
     settings = context.settings
     # An aggregated worker asks nobody, so it listens for nobody.
     transports = settings.transports if settings.role == "decode" else ()
-    return ReceivingEnds(transports, settings.runtime_dir, settings.worker_id, table, LISTEN_HOST)
+    return ReceivingEnds(transports, settings.runtime_dir, settings.worker_id, table, LISTEN_HOST, memory)

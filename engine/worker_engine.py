@@ -105,7 +105,8 @@ def open_engine(
     `open_speculator` may run the model: nobody owns a block yet.
     """
     settings = context.settings
-    built = build_runner(settings)
+    # Only a transport that writes straight into the pool needs one that another process may map.
+    built = build_runner(settings, shareable_pool="shm-direct" in settings.transports)
     if built.fallback is not None:
         fallback = built.fallback
         fallbacks.took(fallback.component, wanted=fallback.wanted, used=fallback.used, reason=fallback.reason)

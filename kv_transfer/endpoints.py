@@ -21,13 +21,14 @@ from kv_transfer.link_probe import check_bandwidth, measure_link
 from kv_transfer.transport import FrameSink, Receiver, Sender
 from kv_transfer.transports.connection_gate import NONCE_BYTES, ConnectionGate
 from kv_transfer.transports.shm import ShmReceiver, ShmSender
+from kv_transfer.transports.shm_direct import SharedKvMemory, ShmDirectReceiver, ShmDirectSender
 from kv_transfer.transports.tcp import TcpReceiver, TcpSender
 
 MakeSender = Callable[[str, bytes, int], Sender]
 
-SENDERS: dict[str, MakeSender] = {"shm": ShmSender, "tcp": TcpSender}
+SENDERS: dict[str, MakeSender] = {"shm": ShmSender, "shm-direct": ShmDirectSender, "tcp": TcpSender}
 # These need both workers on one host.
-LOCAL_TRANSPORTS = frozenset({"shm"})
+LOCAL_TRANSPORTS = frozenset({"shm", "shm-direct"})
 
 _log = logging.getLogger(__name__)
 
@@ -41,9 +42,18 @@ class ReceivingEnds:
     """A decode worker's receivers, one for each transport, behind one gate. Owned by the worker process."""
 
     def __init__(
-        self, transports: Sequence[str], runtime_dir: Path, worker_id: str, sink: FrameSink, host: str
+        self,
+        transports: Sequence[str],
+        runtime_dir: Path,
+        worker_id: str,
+        sink: FrameSink,
+        host: str,
+        memory: SharedKvMemory | None = None,
     ) -> None:
-        """Raises `StartupError` for an unknown transport or an address that cannot be listened on."""
+        """`memory`: the pool behind `sink`, for transports that hand it out.
+
+        Raises `StartupError` for an unknown transport or an address that cannot be listened on.
+        """
         self.gate = ConnectionGate()
         self._host_id = read_host_id()
         self._receivers: list[Receiver] = []
@@ -51,11 +61,19 @@ class ReceivingEnds:
             for name in transports:
                 if name == "shm":
                     self._receivers.append(ShmReceiver(runtime_dir / f"kv-{worker_id}.sock", self.gate, sink))
+                elif name == "shm-direct":
+                    if memory is None:
+                        raise StartupError("shm-direct needs a KV pool that can be shared", param="transports")
+                    path = runtime_dir / f"kv-direct-{worker_id}.sock"
+                    self._receivers.append(ShmDirectReceiver(path, self.gate, sink, memory))
                 elif name == "tcp":
                     self._receivers.append(TcpReceiver(host, self.gate, sink))
                 else:
                     known = ", ".join(SENDERS)
                     raise StartupError(f"transport {name!r} is not known: choose among {known}", param="transports")
+        except StartupError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise StartupError(f"cannot listen for KV over {name}: {error}", param="transports") from error
@@ -103,7 +121,7 @@ def connect_best(
         sender = None
         try:
             sender = SENDERS[offer.name](offer.address, hello.session_nonce, 0)
-            costs = measure_link(sender)
+            costs = sender.measure() if isinstance(sender, ShmDirectSender) else measure_link(sender)
             check_bandwidth(costs, min_bytes_per_s, offer.name)
             if throttle_bytes_per_s:
                 sender.close()

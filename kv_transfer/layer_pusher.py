@@ -359,8 +359,9 @@ class LayerPusher:
             session.request.callbacks.on_sealed(_summary(session._live))
 
     def _fail_all(self, error: KvTransferFailed) -> None:
-        """The connection is broken for every session: nothing that was posted on it can still be read."""
+        """The connection is closed for every session: nothing that was posted on it can still be read or written."""
         self._failure = error
+        self._sender.close()
         for session in self._live:
             session._tickets = []
             self._fail(session, error)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
 from cluster.errors import KvTransferFailed
 from cluster.identity import TransferId
 from kv_transfer.frame import digest_of
@@ -32,6 +35,17 @@ def measure_link(sender: Sender, clock: Callable[[], float] = time.perf_counter)
     return LinkCosts(NUM_LARGE_FRAMES * LARGE_FRAME_BYTES / large_s, small_s / NUM_SMALL_FRAMES)
 
 
+def time_copies(mapped: npt.NDArray[np.uint8], clock: Callable[[], float] = time.perf_counter) -> LinkCosts:
+    """The same for memory of the receiver that is mapped here, by copying out of it."""
+    large = mapped[:LARGE_FRAME_BYTES]
+    scratch = np.empty(large.size, np.uint8)
+    small = large[:SMALL_FRAME_BYTES]
+    np.copyto(scratch, large)
+    large_s = _time(lambda: _copy(large, scratch, NUM_LARGE_FRAMES), clock)
+    small_s = _time(lambda: _copy(small, scratch, NUM_SMALL_FRAMES), clock)
+    return LinkCosts(NUM_LARGE_FRAMES * large.size / large_s, small_s / NUM_SMALL_FRAMES)
+
+
 def check_bandwidth(costs: LinkCosts, min_bytes_per_s: float, transport: str) -> None:
     """Raises `KvTransferFailed` when the link is slower than the operator allows."""
     if costs.bytes_per_s < min_bytes_per_s:
@@ -45,6 +59,11 @@ def _push(sender: Sender, payload: memoryview, count: int) -> None:
     digest = digest_of([payload])
     for seq in range(count):
         sender.push(FrameHeader(_PROBE_ID, PROBE_EPOCH, 0, seq, 0, 1, 0, 1, payload.nbytes, digest), [payload])
+
+
+def _copy(source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], count: int) -> None:
+    for _ in range(count):
+        target[: source.size] = source
 
 
 def _time(action: Callable[[], None], clock: Callable[[], float]) -> float:

@@ -28,16 +28,19 @@ def read_exactly(connection: socket.socket, into: memoryview) -> bool:
 
 def read_header(connection: socket.socket, buffer: memoryview) -> FrameHeader | None:
     """The next frame's header; None at the end of the stream. A peer may be silent between frames for ever."""
-    while True:
-        try:
-            first = connection.recv(1, socket.MSG_PEEK)
-        except TimeoutError:
-            continue
-        if not first:
-            return None
-        break
+    if not wait_for_byte(connection):
+        return None
     read_exactly(connection, buffer[:HEADER_BYTES])
     return parse_header(buffer[:HEADER_BYTES])
+
+
+def wait_for_byte(connection: socket.socket) -> bool:
+    """Waits, for ever, until there is something to read; False at the end of the stream."""
+    while True:
+        try:
+            return bool(connection.recv(1, socket.MSG_PEEK))
+        except TimeoutError:
+            continue
 
 
 def drain(connection: socket.socket, num_bytes: int) -> None:

@@ -112,7 +112,7 @@ class Link:
 
 
 def make_pools(num_blocks: int = 64) -> tuple[KvMemory, KvMemory]:
-    pools = KvMemory(LAYOUT, num_blocks), KvMemory(LAYOUT, num_blocks)
+    pools = KvMemory(LAYOUT, num_blocks), KvMemory(LAYOUT, num_blocks, shareable=True)
     for memory in pools:
         for block in range(num_blocks):
             memory.poison(block)

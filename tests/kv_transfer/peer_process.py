@@ -22,9 +22,10 @@ NUM_BLOCKS = 64
 
 
 def receive(transport: str, folder: str, nonce: str) -> None:
-    table = LandingTable(KvMemory(LAYOUT, NUM_BLOCKS))
+    memory = KvMemory(LAYOUT, NUM_BLOCKS, shareable=True)
+    table = LandingTable(memory)
     table.open(TRANSFER, 1, refs(*range(NUM_BLOCKS)), 0, lambda *_: None)
-    ends = ReceivingEnds([transport], Path(folder), "d0", table, "127.0.0.1")
+    ends = ReceivingEnds([transport], Path(folder), "d0", table, "127.0.0.1", memory)
     ends.gate.admit("p0", bytes.fromhex(nonce))
     say(ends.offers()[0].address)
     sys.stdin.read()
@@ -39,6 +40,7 @@ def send(transport: str, address: str, nonce: str) -> None:
         # Wrong on purpose: nothing ever verifies, so every frame is written again.
         header = FrameHeader(TRANSFER, 1, 0, seq, 0, LAYOUT.num_layers, 0, NUM_BLOCKS, num_bytes, bytes(16))
         sender.push(header, payload)
+        sender.poll()
         if seq == 0:
             say("begun")
 

@@ -16,6 +16,7 @@ import pytest
 
 from cluster.identity import BlockId, BlockRef, TransferId
 from engine.block_pool import BlockPool
+from engine.kv_memory import KvMemory
 from kv_transfer.endpoints import SENDERS, ReceivingEnds
 from kv_transfer.landing_table import Arrived, LandingTable
 from kv_transfer.layer_pusher import LayerPusher, PushRequest, PushSession
@@ -30,12 +31,13 @@ MAX_PROMPT_BLOCKS = 4
 # TANDEM_FAULT_TRANSFERS asks for more, say 10000.
 NUM_DIRECT = int(os.environ.get("TANDEM_FAULT_TRANSFERS", "1500"))
 NUM_ON_WIRES = max(150, NUM_DIRECT // 20)
+Connect = Callable[[LandingTable, KvMemory], Sender]
 
 
 class FaultyPair:
     """Both ends of a link in one process: a real landing table, block pool and pusher, a sender that lies."""
 
-    def __init__(self, connect: Callable[[LandingTable], Sender]) -> None:
+    def __init__(self, connect: Connect) -> None:
         self.source, self.target = make_pools(NUM_BLOCKS)
         self.table = LandingTable(self.target)
         self.pool = BlockPool(
@@ -46,7 +48,7 @@ class FaultyPair:
         self.reconnect()
 
     def reconnect(self) -> None:
-        self.sender = FaultySender(self._connect(self.table))
+        self.sender = FaultySender(self._connect(self.table, self.target))
         self.pusher = LayerPusher(self.sender, self.source, COSTS)
 
     def transfer(self, number: int, fault: Fault, choose: random.Random) -> None:
@@ -146,19 +148,20 @@ def run(pair: FaultyPair, num_transfers: int, faults: Sequence[Fault]) -> None:
             assert pair.target.tensor[block].isnan().all(), "a freed block was written"
     finally:
         pair.pusher.close()
+        pair.target.close()
 
 
 def test_f25_kv1_no_fault_makes_a_wrong_block_count_as_right_or_leaks_one() -> None:
-    run(FaultyPair(DirectSender), NUM_DIRECT, FAULTS)
+    run(FaultyPair(lambda table, _: DirectSender(table)), NUM_DIRECT, FAULTS)
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[LandingTable], Sender]]:
+@pytest.fixture(params=["shm", "shm-direct", "tcp"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
     ends: list[ReceivingEnds] = []
 
-    def connect_to(table: LandingTable) -> Sender:
+    def connect_to(table: LandingTable, memory: KvMemory) -> Sender:
         if not ends:
-            ends.append(ReceivingEnds([request.param], tmp_path, "d0", table, "127.0.0.1"))
+            ends.append(ReceivingEnds([request.param], tmp_path, "d0", table, "127.0.0.1", memory))
         (offer,) = ends[0].offers()
         return SENDERS[request.param](offer.address, ends[0].new_session("p0"), 0)
 
@@ -166,5 +169,5 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
     ends[0].close()
 
 
-def test_f25_kv3_nor_does_any_over_a_real_link(connect: Callable[[LandingTable], Sender]) -> None:
+def test_f25_kv3_nor_does_any_over_a_real_link(connect: Connect) -> None:
     run(FaultyPair(connect), NUM_ON_WIRES, WHOLE_FRAME_FAULTS)

@@ -59,7 +59,7 @@ def end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["shm", "shm-direct", "tcp"])
 def transport(request: pytest.FixtureRequest) -> Iterator[str]:
     before = left_over()
     yield request.param
@@ -70,9 +70,9 @@ def test_f01_f31_a_sender_killed_in_the_middle_of_a_frame_leaves_nothing_and_the
     transport: str, tmp_path: Path
 ) -> None:
     gone: list[str] = []
-    memory = KvMemory(LAYOUT, NUM_BLOCKS)
+    memory = KvMemory(LAYOUT, NUM_BLOCKS, shareable=True)
     table = LandingTable(memory, on_peer_gone=lambda peer, _: gone.append(peer))
-    ends = ReceivingEnds([transport], tmp_path, "d0", table, "127.0.0.1")
+    ends = ReceivingEnds([transport], tmp_path, "d0", table, "127.0.0.1", memory)
     for round_number in range(2):
         table.open(TRANSFER, 1, refs(*range(NUM_BLOCKS)), 0, lambda *_: None)
         address = ends.offers()[0].address
@@ -101,7 +101,7 @@ def test_f31_a_receiver_killed_in_the_middle_of_a_frame_is_a_typed_failure_at_on
 ) -> None:
     nonce = secrets.token_bytes(NONCE_BYTES)
     process = start("receive", transport, str(tmp_path), nonce.hex())
-    memory = KvMemory(LAYOUT, NUM_BLOCKS)
+    memory = KvMemory(LAYOUT, NUM_BLOCKS, shareable=True)
     killer = threading.Timer(0.3, process.kill)
     try:
         sender = SENDERS[transport](first_line(process), nonce, 0)
@@ -120,9 +120,9 @@ def test_f31_a_receiver_killed_in_the_middle_of_a_frame_is_a_typed_failure_at_on
 def test_f06_late_frames_of_a_sender_that_was_stopped_are_counted_as_stale_and_write_nothing(
     transport: str, tmp_path: Path
 ) -> None:
-    memory = KvMemory(LAYOUT, NUM_BLOCKS)
+    memory = KvMemory(LAYOUT, NUM_BLOCKS, shareable=True)
     table = LandingTable(memory)
-    ends = ReceivingEnds([transport], tmp_path, "d0", table, "127.0.0.1")
+    ends = ReceivingEnds([transport], tmp_path, "d0", table, "127.0.0.1", memory)
     table.open(TRANSFER, 1, refs(*range(NUM_BLOCKS)), 0, lambda *_: None)
     process = start("send", transport, ends.offers()[0].address, ends.new_session("p0").hex())
     try:

@@ -1,0 +1,275 @@
+"""One copy on one host: the sender writes straight into the receiver's pool, block by block, each write granted first.
+
+    sender                                   receiver
+      ── header ─────────────────────────────> asks its sink, pins the blocks
+      <──────────── where it may write ─────── (nowhere: the frame is stale)
+      copies its blocks into the mapped pool
+      ── written ────────────────────────────> takes the digest in place, unpins
+
+The pool is a memfd that travels over the Unix socket. A granted write is pinned until the sender says that it is done,
+or its end of the connection is closed, which a living sender does only between writes and a dead one at once: so a
+closed fence means here as well that nothing can land any more. Whoever is granted one block can write into all of them:
+use it only between workers that trust each other.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.errors import KvTransferFailed, StartupError
+from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header, parse_header
+from kv_transfer.kv_memory import KvMemory
+from kv_transfer.layer_groups import LinkCosts
+from kv_transfer.link_probe import time_copies
+from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink
+from kv_transfer.transports.connection_gate import GREETING_TIMEOUT_S, ConnectionGate
+from kv_transfer.transports.listener import Listener
+from kv_transfer.transports.stream_io import read_exactly, send_gathered, wait_for_byte
+from kv_transfer.transports.tcp import introduce
+from kv_transfer.transports.throttle import Throttle
+
+ASK, WRITTEN = b"A", b"W"
+# Frames that are granted and not yet written: while one is being copied the grant of the next is on its way.
+MAX_ASKED = 2
+_MAPPING = struct.Struct("<QQQ")  # bytes of the memfd, the pool's offset in it, bytes of the pool
+_COUNT = struct.Struct("<I")
+_RUN = struct.Struct("<QQ")  # offset in the pool, bytes
+MAX_RUNS = 65536
+ByteArray = npt.NDArray[np.uint8]
+
+
+class SharedKvMemory(KvMemory, Protocol):
+    """A pool in a memfd (`engine.kv_memory.KvMemory` with `shareable`)."""
+
+    memfd: int | None
+    mapping_offset: int
+    size_bytes: int
+
+    @property
+    def address(self) -> int: ...
+
+
+class ShmDirectReceiver:
+    """A decode worker's listening end: a Unix socket in its private folder, through which its pool is handed out."""
+
+    name = "shm-direct"
+
+    def __init__(self, path: Path, gate: ConnectionGate, sink: FrameSink, memory: SharedKvMemory) -> None:
+        """Raises OSError when the socket cannot be made there, `StartupError` when the pool is no memfd."""
+        if memory.memfd is None:
+            raise StartupError("shm-direct needs a KV pool that can be shared", param="transports")
+        path.unlink(missing_ok=True)
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        server.bind(str(path))
+        path.chmod(0o600)
+        self.address = str(path)
+        self._path = path
+        self._memory = memory
+        self._listener = Listener(self.name, server, gate, sink, self._serve)
+
+    def close(self) -> None:
+        self._listener.close()
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self, connection: socket.socket, sink: FrameSink) -> None:
+        _GrantingConnection(connection, sink, self._memory).serve()
+
+
+@dataclass(slots=True)
+class _Grant:
+    header: FrameHeader
+    runs: list[memoryview]
+
+
+class _GrantingConnection:
+    """The receiver's side of one connection. Owned by its thread."""
+
+    def __init__(self, connection: socket.socket, sink: FrameSink, memory: SharedKvMemory) -> None:
+        self._connection = connection
+        self._sink = sink
+        self._memory = memory
+        self._grants: deque[_Grant] = deque()  # the sender writes in the order in which it asked
+
+    def serve(self) -> None:
+        """Until the sender's end is closed. Raises OSError or BadFrame."""
+        try:
+            self._hand_out_pool()
+            while wait_for_byte(self._connection):
+                self._answer()
+        except (OSError, BadFrame):
+            self._wait_until_closed()
+            raise
+        finally:
+            for grant in self._grants:
+                self._sink.close_frame(grant.header, None)
+
+    def _hand_out_pool(self) -> None:
+        memory = self._memory
+        if memory.memfd is None:
+            raise BadFrame("the pool is closed")
+        size = os.fstat(memory.memfd).st_size
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory.memfd]))]
+        self._connection.sendmsg([_MAPPING.pack(size, memory.mapping_offset, memory.size_bytes)], rights)
+
+    def _answer(self) -> None:
+        kind = _read(self._connection, 1)
+        if kind == ASK:
+            self._grant(parse_header(_read(self._connection, HEADER_BYTES)))
+        elif kind == WRITTEN and self._grants:
+            grant = self._grants.popleft()
+            self._sink.close_frame(grant.header, digest_of(grant.runs))
+        else:
+            raise BadFrame(f"unexpected message {kind!r}")
+
+    def _grant(self, header: FrameHeader) -> None:
+        runs = self._sink.open_frame(header)
+        if runs is None:
+            self._connection.sendall(_COUNT.pack(0))
+            return
+        self._grants.append(_Grant(header, list(runs)))
+        places = [_RUN.pack(self._offset(run), run.nbytes) for run in runs]
+        self._connection.sendall(_COUNT.pack(len(places)) + b"".join(places))
+
+    def _offset(self, run: memoryview) -> int:
+        return int(np.frombuffer(run, np.uint8).ctypes.data) - self._memory.address
+
+    def _wait_until_closed(self) -> None:
+        """A sender that we do not understand may be in the middle of a granted write: only its own end says that it is
+        over. Our half is closed, so that it hears of it."""
+        if not self._grants:
+            return
+        self._connection.shutdown(socket.SHUT_WR)
+        while wait_for_byte(self._connection):
+            self._connection.recv(4096)
+
+
+class DirectTicket:
+    """A frame that waits for its grant, or is written."""
+
+    def __init__(self, header: FrameHeader, payload: Sequence[memoryview]) -> None:
+        self.done = False
+        self.error = ""
+        self.header = header
+        self.payload = payload
+
+
+class ShmDirectSender:
+    """A prefill worker's connection to one decode worker on this host. Owned by its sending thread."""
+
+    name = "shm-direct"
+    cancel_guarantee = CancelGuarantee.FENCED
+
+    def __init__(self, address: str, nonce: bytes, throttle_bytes_per_s: int = 0) -> None:
+        """Raises `KvTransferFailed` when the peer does not answer or its pool cannot be mapped."""
+        self._throttle = Throttle(throttle_bytes_per_s)
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._connection.settimeout(GREETING_TIMEOUT_S)
+        self._asked: deque[DirectTicket] = deque()
+        try:
+            self._connection.connect(address)
+        except OSError as error:
+            self._connection.close()
+            raise KvTransferFailed(f"cannot connect to {address} over shm-direct: {error}", stage="transfer") from error
+        introduce(self._connection, nonce)
+        try:
+            self._pool = _receive_pool(self._connection)
+        except (OSError, BadFrame) as error:
+            self._connection.close()
+            raise KvTransferFailed(f"cannot map the pool of {address}: {error}", stage="transfer") from error
+
+    def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> DirectTicket:
+        """Asks where the frame may go; it is written as soon as the answer is here."""
+        ticket = DirectTicket(header, payload)
+        try:
+            send_gathered(self._connection, [memoryview(ASK), memoryview(pack_header(header))])
+            self._asked.append(ticket)
+            while len(self._asked) > MAX_ASKED:
+                self._write_next()
+        except (OSError, BadFrame) as error:
+            self._break(error)
+        return ticket
+
+    def poll(self) -> None:
+        """Writes what was granted: the receiver answers every question within microseconds."""
+        try:
+            while self._asked:
+                self._write_next()
+        except (OSError, BadFrame) as error:
+            self._break(error)
+
+    def measure(self) -> LinkCosts:
+        """What a copy out of the mapped pool costs: reading it harms nobody."""
+        return time_copies(self._pool)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._pool = np.empty(0, np.uint8)  # the mapping goes with its last view
+
+    def _write_next(self) -> None:
+        ticket = self._asked[0]
+        (num_runs,) = _COUNT.unpack(_read(self._connection, _COUNT.size))
+        if num_runs > MAX_RUNS:
+            raise BadFrame(f"{num_runs} runs for one frame")
+        if num_runs:
+            places = np.frombuffer(_read(self._connection, num_runs * _RUN.size), np.uint64).reshape(-1, 2)
+            self._throttle.pass_through(ticket.header.num_bytes)
+            self._copy(ticket, places)
+            self._connection.sendall(WRITTEN)
+        self._asked.popleft()
+        ticket.done = True
+
+    def _copy(self, ticket: DirectTicket, places: npt.NDArray[np.uint64]) -> None:
+        if int(places[:, 1].sum()) != ticket.header.num_bytes or int(places.sum(axis=1).max()) > self._pool.size:
+            raise BadFrame("the granted places do not fit the frame")
+        targets = [self._pool[int(start) : int(start + size)] for start, size in places]
+        sources = [np.frombuffer(run, np.uint8) for run in ticket.payload]
+        if [run.size for run in sources] == [run.size for run in targets]:
+            for target, source in zip(targets, sources, strict=True):
+                target[:] = source
+            return
+        whole, start = np.concatenate(sources), 0
+        for target in targets:
+            target[:] = whole[start : start + target.size]
+            start += target.size
+
+    def _break(self, error: Exception) -> None:
+        self.close()
+        raise KvTransferFailed(f"shm-direct connection broke: {error}", stage="transfer") from error
+
+
+def _receive_pool(connection: socket.socket) -> ByteArray:
+    message, rights, _, _ = connection.recvmsg(_MAPPING.size, socket.CMSG_SPACE(array.array("i").itemsize))
+    descriptors = array.array("i")
+    for level, kind, data in rights:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    try:
+        if len(message) != _MAPPING.size or len(descriptors) != 1:
+            raise BadFrame("the pool did not come with the greeting")
+        size, offset, num_bytes = _MAPPING.unpack(message)
+        if os.fstat(descriptors[0]).st_size != size or offset + num_bytes > size:
+            raise BadFrame("the pool has another size than was said")
+        mapping = mmap.mmap(descriptors[0], size)
+        return np.frombuffer(mapping, np.uint8)[offset : offset + num_bytes]
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _read(connection: socket.socket, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    if num_bytes and not read_exactly(connection, memoryview(buffer)):
+        raise ConnectionError("the peer is gone")
+    return bytes(buffer)
