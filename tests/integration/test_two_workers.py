@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(600)]
 BLOCK_TOKENS = 16
 # The reference has prompts of these lengths; one token, around a block's edge, and the longest.
 PROMPT_LENGTHS = {
+    "shm-direct": (17, 1000),
     "shm": (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2000),
     "tcp": (BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 200),
 }
@@ -43,7 +44,8 @@ def reference_row(num_tokens: int) -> dict[str, Any]:
 @pytest.mark.parametrize("transport", PROMPT_LENGTHS)
 async def test_tokens_through_two_workers_equal_one_process(fleet: WorkerFleet, transport: str) -> None:
     prefill, decode = await asyncio.gather(
-        fleet.start("prefill", "prefill-0"), fleet.start("decode", "decode-0", transports=(transport,))
+        fleet.start("prefill", "prefill-0", transports=(transport,)),
+        fleet.start("decode", "decode-0", transports=(transport,)),
     )
     async with Router(decode) as router:
         for num_tokens in PROMPT_LENGTHS[transport]:
