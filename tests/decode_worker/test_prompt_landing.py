@@ -59,7 +59,9 @@ class ScriptedPeer:
     link: PeerLink | None = field(default_factory=lambda: PeerLink(Incarnation("p1"), "shm", "", 1.0))
     listeners: dict[TransferRef, TransferListener] = field(default_factory=dict)
     sent: list[handoff_pb2.DecodeToPrefill] = field(default_factory=list)
-    digests: list[bytes] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of the frames that count, in the order of their numbers
+    blocks: list[int] = field(default_factory=list)  # theirs
+    num_posted: int = 0
     is_broken: bool = False
 
     def register(self, ref: TransferRef, listener: TransferListener) -> None:
@@ -109,7 +111,7 @@ class ScriptedPeer:
         """All layers of one block of the prompt; whether it was let in."""
         payload, digest = cells_of(block), cells_digest(block)
         header = FrameHeader(
-            ref.transfer_id, ref.epoch, 0, len(self.digests), 0, LAYOUT.num_layers, block, 1, len(payload), digest
+            ref.transfer_id, ref.epoch, 0, self.num_posted, 0, LAYOUT.num_layers, block, 1, len(payload), digest
         )
         runs = self.table.open_frame(header)
         if runs is None:
@@ -119,7 +121,12 @@ class ScriptedPeer:
             arriving[100] ^= 1
         runs[0][:] = arriving
         self.table.close_frame(header, digest_of(list(runs)))
+        if block in self.blocks:  # what goes again replaces what went before
+            del self.digests[self.blocks.index(block)]
+            self.blocks.remove(block)
         self.digests.append(digest)
+        self.blocks.append(block)
+        self.num_posted += 1
         return True
 
     def _say(self, ref: TransferRef, message: handoff_pb2.PrefillToDecode) -> None:
@@ -168,6 +175,7 @@ class Desk:
     async def asked(self, epoch: int) -> TransferRef:
         await until(lambda: self.peer.kinds().count("prefill") == epoch, f"attempt {epoch}")
         self.peer.digests.clear()
+        self.peer.blocks.clear()
         wanted = [message.prefill for message in self.peer.sent if message.HasField("prefill")]
         return TransferRef.of(wanted[-1].key)
 
