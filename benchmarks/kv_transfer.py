@@ -1,0 +1,231 @@
+"""What moving KV costs on one host: bandwidth by transport, block size and group size, beside memcpy of the same run.
+
+    python -m benchmarks.kv_transfer [--transports shm,shm-direct,tcp] [--plot bench-out/kv_transfer.png]
+
+Sender and receiver are two processes. A round moves `ROUND_BYTES` in frames of one group each: gathered from blocks
+that lie scattered in the sender's pool, digested, sent, landed in scattered blocks, digested again and compared. Shown
+is the median of the rounds but the first. memcpy copies the same runs between two arrays of this process on one thread:
+what one copy without any check could reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import multiprocessing.connection
+import secrets
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import describe_machine
+from cluster.identity import TransferId
+from cluster.kv_layout import KvLayout
+from engine.kv_memory import KvMemory
+from kv_transfer.endpoints import SENDERS, ReceivingEnds
+from kv_transfer.frame import digest_of
+from kv_transfer.transport import FrameHeader
+from kv_transfer.transports.connection_gate import NONCE_BYTES
+
+POOL_BYTES = 64 * 2**20  # more than a core's share of the last cache
+ROUND_BYTES = 128 * 2**20
+NUM_ROUNDS = 5
+ROUND_TIMEOUT_S = 60.0
+GROUP_BYTES = (64 * 1024, 256 * 1024, 1024 * 1024)
+BLOCK_TOKENS = (16, 64)
+TRANSFER = TransferId(bytes(16))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table. `group_bytes` is what one frame carries."""
+
+    transport: str
+    block_tokens: int
+    group_bytes: int
+
+    @property
+    def layout(self) -> KvLayout:
+        """A model of 8 KV heads of 64 in 16 bits: a cell is 32 KiB with 16 tokens a block."""
+        return KvLayout(4, 8, 64, "bfloat16", 2, self.block_tokens)
+
+    @property
+    def blocks_per_frame(self) -> int:
+        return max(1, self.group_bytes // self.layout.cell_bytes)
+
+    @property
+    def frame_bytes(self) -> int:
+        return self.blocks_per_frame * self.layout.cell_bytes
+
+    @property
+    def frames_per_round(self) -> int:
+        return ROUND_BYTES // self.frame_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return POOL_BYTES // self.layout.block_bytes
+
+    def blocks_of(self, seq: int) -> list[int]:
+        """Blocks of one frame: spread over the pool, none twice."""
+        first = seq * self.blocks_per_frame
+        return [(first + index) * 7919 % self.num_blocks for index in range(self.blocks_per_frame)]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    case: Case
+    gb_per_s: float
+    memcpy_gb_per_s: float
+
+
+class CountingSink:
+    """Implements `FrameSink` over a pool: every frame may land, and must be right."""
+
+    def __init__(self, case: Case, memory: KvMemory) -> None:
+        self.arrivals: list[float] = []
+        self.is_done = threading.Event()
+        self._case, self._memory = case, memory
+
+    def open_frame(self, header: FrameHeader) -> list[memoryview]:
+        return [self._memory.run(block, header.first_layer, 1) for block in self._case.blocks_of(header.seq)]
+
+    def close_frame(self, header: FrameHeader, arrived_digest: bytes | None) -> None:
+        if arrived_digest != header.digest:
+            raise RuntimeError(f"frame {header.seq} arrived wrong")
+        self.arrivals.append(time.perf_counter())
+        if len(self.arrivals) == NUM_ROUNDS * self._case.frames_per_round:
+            self.is_done.set()
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """The sender's process ends when it is done."""
+
+
+def send(case: Case, address: str, nonce: bytes, control: multiprocessing.connection.Connection) -> None:
+    """The sending process."""
+    memory = KvMemory(case.layout, case.num_blocks)
+    memory.tensor.view(-1).fill_(1.5)
+    sender = SENDERS[case.transport](address, nonce, 0)
+    control.send("ready")
+    control.recv()
+    for seq in range(NUM_ROUNDS * case.frames_per_round):
+        layer = seq % case.layout.num_layers
+        payload = [memory.run(block, layer, 1) for block in case.blocks_of(seq)]
+        digest = digest_of(payload)
+        header = FrameHeader(TRANSFER, 1, 0, seq, layer, 1, 0, case.blocks_per_frame, case.frame_bytes, digest)
+        sender.push(header, payload)
+    sender.poll()
+    control.recv()
+    sender.close()
+
+
+def measure(case: Case) -> Result:
+    """Raises `TimeoutError` when a round takes longer than any link of one host may."""
+    memory = KvMemory(case.layout, case.num_blocks, shareable=True)
+    memory.zero()
+    sink = CountingSink(case, memory)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    with tempfile.TemporaryDirectory() as folder:
+        ends = ReceivingEnds([case.transport], Path(folder), "d0", sink, "127.0.0.1", memory)
+        ends.gate.admit("p0", nonce)
+        here, there = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=send, args=(case, ends.offers()[0].address, nonce, there))
+        process.start()
+        try:
+            here.recv()
+            memcpy_gb_per_s = copy_speed(case)
+            here.send("go")
+            if not sink.is_done.wait(ROUND_TIMEOUT_S):
+                raise TimeoutError(f"{case} did not finish")
+            here.send("end")
+        finally:
+            process.join(10)
+            ends.close()
+    memory.close()
+    return Result(case, statistics.median(round_speeds(case, sink.arrivals)), memcpy_gb_per_s)
+
+
+def round_speeds(case: Case, arrivals: Sequence[float]) -> list[float]:
+    """GB/s of each round but the first, which maps pages and fills queues."""
+    size = case.frames_per_round
+    ends = [arrivals[(number + 1) * size - 1] for number in range(NUM_ROUNDS)]
+    return [ROUND_BYTES / (end - start) / 1e9 for start, end in itertools.pairwise(ends)]
+
+
+def copy_speed(case: Case) -> float:
+    """memcpy of the same runs from pool to pool, in GB/s."""
+    source, target = (np.ones(POOL_BYTES, np.uint8) for _ in range(2))
+    cell, block = case.layout.cell_bytes, case.layout.block_bytes
+    speeds = []
+    for _ in range(NUM_ROUNDS):
+        started = time.perf_counter()
+        for seq in range(case.frames_per_round):
+            offset = seq % case.layout.num_layers * cell
+            for index in case.blocks_of(seq):
+                start = index * block + offset
+                target[start : start + cell] = source[start : start + cell]
+        speeds.append(ROUND_BYTES / (time.perf_counter() - started) / 1e9)
+    return statistics.median(speeds)
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = ["transport   block  group KiB   GB/s  memcpy  share"]
+    lines += [
+        f"{one.case.transport:11} {one.case.block_tokens:5} {one.case.frame_bytes // 1024:10} {one.gb_per_s:6.2f} "
+        f"{one.memcpy_gb_per_s:7.2f} {one.gb_per_s / one.memcpy_gb_per_s:6.0%}"
+        for one in results
+    ]
+    return "\n".join(lines)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name in dict.fromkeys((one.case.transport, one.case.block_tokens) for one in results):
+        line = [one for one in results if (one.case.transport, one.case.block_tokens) == name]
+        axes.plot(
+            [one.case.frame_bytes / 1024 for one in line],
+            [one.gb_per_s for one in line],
+            marker="o",
+            label=f"{name[0]}, {name[1]} tokens a block",
+        )
+    axes.axhline(
+        statistics.median(one.memcpy_gb_per_s for one in results), linestyle="--", color="grey", label="memcpy"
+    )
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("bytes of one layer group [KiB]")
+    axes.set_ylabel("verified KV [GB/s]")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--transports", default="shm,shm-direct,tcp")
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    print(describe_machine().one_line)
+    results = [
+        measure(Case(transport, block_tokens, group_bytes))
+        for transport in arguments.transports.split(",")
+        for block_tokens in BLOCK_TOKENS
+        for group_bytes in GROUP_BYTES
+    ]
+    print(table(results))
+    if arguments.plot is not None:
+        plot(results, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
