@@ -267,7 +267,7 @@ async def test_departed_worker_is_forgotten_when_its_stream_ends(
         ready=True,
     )
     peers.on_membership(MembershipChange(ChangeKind.JOINED, record))
-    await until(lambda: prefill.num_hellos == 1)
+    await until(lambda: [peer.state for peer in peers.status()] == ["ready"])
     peers.on_membership(MembershipChange(ChangeKind.LEFT, record))
     assert [peer.state for peer in peers.status()] == ["ready"]  # what runs on its stream goes on
     prefill.break_streams()

@@ -159,9 +159,9 @@ async def test_draining_worker_refuses_new_requests_and_finishes_the_running(
 async def test_f18_router_that_never_reads_is_cut_off(target: str, node: SessionNode) -> None:
     slow = RouterClient(target, "slow")
     await slow.hello()
-    for index in range(40):
+    for index in range(8):
         await slow.submit(f"r{index}", [index], 400, sampling=SamplingParams(max_tokens=400, logprobs=0).to_proto())
-    await until(lambda: not node.live or len(node.engine.submitted) == 40, "submitted")
+    await until(lambda: not node.live or len(node.engine.submitted) == 8, "submitted")
     sessions = list(node.service.sessions)
     sessions[0].outbox._max_messages = 0  # as if as much had piled up as may
     await until(lambda: len(node.live) == 0, "its requests are aborted")
