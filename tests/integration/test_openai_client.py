@@ -87,7 +87,7 @@ BAD_BODIES: dict[str, tuple[str, int, str]] = {
 @pytest.mark.parametrize("case", BAD_BODIES)
 def test_bad_input_names_its_parameter_and_reaches_no_worker(case: str, cluster: RunningCluster) -> None:
     body, status, param = BAD_BODIES[case]
-    before = _num_submitted(cluster)
+    before = _worker_counters(cluster)
     request = urllib.request.Request(  # noqa: S310
         f"{cluster.url}/v1/completions", data=body.encode(), headers={"Content-Type": "application/json"}
     )
@@ -98,9 +98,21 @@ def test_bad_input_names_its_parameter_and_reaches_no_worker(case: str, cluster:
     assert answer.code == status
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["param"] or "") == param
-    assert _num_submitted(cluster) == before
+    assert _worker_counters(cluster) == before
 
 
-def _num_submitted(cluster: RunningCluster) -> float:
-    workers = cluster.status()["workers"]
-    return sum(float(worker["counters"].get("requests_received", 0)) for worker in workers)
+def test_a_good_request_shows_in_the_counters_that_bad_ones_leave_alone(
+    client: openai.OpenAI, cluster: RunningCluster
+) -> None:
+    before = _worker_counters(cluster)
+    client.completions.create(model=MODEL, prompt="One, two,", temperature=0, max_tokens=2)
+    cluster.wait_for(
+        lambda _: all(counters != before[role] for role, counters in _worker_counters(cluster).items()),
+        10,
+        "both workers counted the request",
+    )
+
+
+def _worker_counters(cluster: RunningCluster) -> dict[str, dict[str, float]]:
+    """Everything that each worker counts: a request that reaches one changes it."""
+    return {worker["role"]: worker["counters"] for worker in cluster.status()["workers"]}
