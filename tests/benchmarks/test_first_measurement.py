@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.first_measurement import RunFailed, Shape, main, measure, rate_while_all_decode
+from benchmarks.first_measurement import main, measure
+from benchmarks.measurement import RunFailed, Shape
+from benchmarks.measurement_stages import rate_while_all_decode
 from benchmarks.openai_client import Endpoint
 from benchmarks.scripted_server import Answer, ScriptedServer, token_stream
 from tests.benchmarks.made_records import made_record
@@ -37,6 +39,44 @@ async def test_figures_are_the_servers_own_speed() -> None:
     assert figures["one stream: TTFT"] >= PREFILL_S * 1e3
     # Nothing is silently left out.
     assert "no timeline" in measurement.missing["KV handoff of 64 tokens"]
+
+
+async def test_interference_counts_the_window_alone_and_a_stall_as_a_gap() -> None:
+    """Four streams at a steady pace; one more stops for good, and what it no longer sends is a gap up to the end."""
+    stall_s = 0.3
+
+    def script(number: int, body: dict[str, Any], now_s: float) -> Answer:
+        if "prompt" not in body:
+            return Answer(status=404, body="{}")
+        is_stalled = number == 1
+        times_s = [now_s + PREFILL_S + STEP_S * place for place in range(body["max_tokens"])]
+        return token_stream([*times_s[:30], now_s + 60.0] if is_stalled else times_s)
+
+    shape = Shape(
+        runs=1,
+        prefill_tokens=64,
+        interference_streams=4,
+        interference_interval_s=0.5,
+        interference_lead_s=0.2,
+        interference_window_s=1.0,
+    )
+    async with ScriptedServer(script) as server:
+        measurement = await measure(Endpoint(server.url, "scripted"), shape, lambda stage: None, ["interference"])
+    figures = {figure.name.split(": ")[1]: figure.value.value for figure in measurement.figures}
+    assert figures["streamed"] == pytest.approx(3 / STEP_S, rel=0.25)
+    assert figures["ITL p50"] == pytest.approx(STEP_S * 1e3, rel=0.3)
+    assert figures["prompts answered in time"] == 100
+    assert figures["TTFT of an answered prompt"] >= PREFILL_S * 1e3
+    assert figures["longest gap"] >= stall_s * 1e3
+
+
+async def test_long_context_is_a_stage_of_its_own() -> None:
+    shape = Shape(runs=1, single_output_tokens=12, prefill_tokens=64)
+    async with ScriptedServer(_script) as server:
+        measurement = await measure(Endpoint(server.url, "scripted"), shape, lambda stage: None, ["long-context"])
+    (figure,) = [one for one in measurement.figures if one.unit == "tokens/s"]
+    assert figure.name == "one stream behind 64 tokens: decode"
+    assert figure.value.value == pytest.approx(1 / STEP_S, rel=0.2)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.cluster_under_test import ClusterError
-from benchmarks.first_measurement import Figure, Shape
+from benchmarks.measurement import Figure, Shape
 from benchmarks.peer_servers import PeerServer, llamacpp, started_peer
 from benchmarks.peers import Contender, compare, main, markdown, ratios
 from benchmarks.statistics import Interval
