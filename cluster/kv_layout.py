@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ORDER = "block,layer,kv,head,token,dim"
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.settings_flags import parse_settings
 
+# A model of 8 billion parameters on one data-centre GPU, about: what a mock worker is taken for.
+DEFAULT_MOCK_PREFILL_MS = (8.0, 0.1, 1e-6)
+DEFAULT_MOCK_DECODE_MS = (12.0, 0.15, 1e-5)
+
 
 class WorkerSettings(BaseModel):
     """Frozen settings of one worker process. Each field is one flag."""
@@ -22,6 +26,17 @@ class WorkerSettings(BaseModel):
 
     worker_id: str = Field(description="stable name of this worker")
     role: Literal["prefill", "decode", "aggregated"] = "decode"
+    engine: Literal["real", "mock"] = Field(
+        default="real", description="mock: time from a timing model instead of computing, everything else real"
+    )
+    mock_prefill_ms: tuple[float, float, float] = Field(
+        default=DEFAULT_MOCK_PREFILL_MS,
+        description="c0, c1, c2 of c0 + c1 u + c2 u (c + u/2): u uncached, c cached tokens",
+    )
+    mock_decode_ms: tuple[float, float, float] = Field(
+        default=DEFAULT_MOCK_DECODE_MS,
+        description="alpha, beta, gamma of alpha + beta B + gamma K: B sequences, K tokens",
+    )
     model: str = Field(description="path of a GGUF file or safetensors directory")
     served_model_name: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

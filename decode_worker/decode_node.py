@@ -8,6 +8,7 @@ routers ──Session──> SessionService ──> RequestFlow ──> PromptLa
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from tandem.v1 import membership_pb2, worker_pb2, worker_pb2_grpc
@@ -21,6 +22,7 @@ from cluster.rpc import open_channel
 from cluster.telemetry import WorkerMetrics, new_registry
 from cluster.worker_counters import WorkerCounters
 from cluster.worker_process import WorkerContext
+from cluster.worker_settings import WorkerSettings
 from decode_worker.decode_metrics import DecodeMetrics
 from decode_worker.engine_outputs import EngineOutputs
 from decode_worker.kv_landings import DecodeHandshake, KvLandings
@@ -33,13 +35,16 @@ from decode_worker.request_timeline import RequestTimeline
 from decode_worker.reservations import Reservations
 from decode_worker.router_session import RouterSession
 from decode_worker.session_service import SessionService
-from decode_worker.speculation.opening import open_speculator
+from engine.drafting import Speculator
 from engine.kv_memory import KvMemory
 from engine.worker_engine import WorkerEngine, load_report, open_engine
 from kv_transfer.endpoints import ReceivingEnds, read_host_id
 from kv_transfer.hello import HandoffIdentity
 from kv_transfer.landing_table import LandingTable
 from kv_transfer.protocol_limits import ProtocolLimits
+
+if TYPE_CHECKING:
+    from engine.runner_factory import BuiltRunner
 
 STOP_ENGINE_TIMEOUT_S = 5.0
 # KV listens on loopback: on several hosts the address to listen on comes with the settings of that deployment.
@@ -54,7 +59,7 @@ class DecodeNode:
         self.identity = context.identity
         self.limits = WorkerLimits(
             vocab_size=parts.config.vocab_size,
-            max_model_len=parts.built.max_model_len,
+            max_model_len=parts.max_model_len,
             block_tokens=parts.pool.block_tokens,
             total_blocks=parts.pool.num_blocks,
         )
@@ -68,9 +73,9 @@ class DecodeNode:
         self._counters = WorkerCounters(WorkerMetrics(self._registry, parts.model_name, settings.worker_id))
         self._metrics_server: MetricsServer | None = None
         self._reservations = Reservations(parts.pool, max_waiting=settings.max_waiting)
-        self._table = LandingTable(parts.built.memory)
-        self._ends = _open_ends(context, self._table, parts.built.memory)
-        handshake = DecodeHandshake(_identity(context, parts), self._ends, parts.built.memory.size_bytes)
+        self._table = LandingTable(parts.memory)
+        self._ends = _open_ends(context, self._table, parts.memory)
+        handshake = DecodeHandshake(_identity(context, parts), self._ends, parts.memory.size_bytes)
         self._peers = PrefillPeers(lambda target: open_channel(target, context.security), handshake, self.load_report)
         metrics = DecodeMetrics(self._counters, fallbacks)
         self._landings = KvLandings(
@@ -89,7 +94,7 @@ class DecodeNode:
     async def build(cls, context: WorkerContext) -> DecodeNode:
         """Loads the model. Raises `StartupError`."""
         fallbacks = Fallbacks()
-        return cls(context, open_engine(context, fallbacks, open_speculator), fallbacks)
+        return cls(context, open_engine(context, fallbacks, _open_speculator), fallbacks)
 
     # --- as its process drives it -------------------------------------------------------------------------------------
 
@@ -165,6 +170,13 @@ class DecodeNode:
         status.counters.update(self._counters.as_numbers() | self._landings.counters())
         status.uptime_s = time.monotonic() - self._started_at
         return status
+
+
+def _open_speculator(settings: WorkerSettings, built: BuiltRunner) -> Speculator | None:
+    # Not at the top: a drafter may need torch, and a mock worker runs without.
+    from decode_worker.speculation.opening import open_speculator
+
+    return open_speculator(settings, built)
 
 
 def _identity(context: WorkerContext, parts: WorkerEngine) -> HandoffIdentity:

@@ -98,6 +98,9 @@ def serve(
     config: Config = None,
     model: Model = None,
     dtype: Dtype = None,
+    engine: Annotated[
+        Literal["real", "mock"] | None, typer.Option(help="mock: no model runs, workers keep time by a timing model")
+    ] = None,
     backend: Backend = None,
     quantization: Quantization = None,
     speculation: Annotated[str | None, typer.Option(help="off, auto, ngram or suffix: guess and verify tokens")] = None,
@@ -127,12 +130,14 @@ def serve(
 
     [dim]tandem serve --prefill 0 --decode 0 --aggregated 2[/dim]  no pools, for comparison
 
+    [dim]tandem serve --engine mock --prefill 4 --decode 4[/dim]  eight workers that keep time and compute nothing
+
     [dim]tandem serve --config cluster.yaml --transport tcp[/dim]
     """
     from deploy.config import DEFAULT_CLUSTER_FILE, load_cluster_config, override
 
     flags = {
-        "model": model, "dtype": dtype, "backend": backend, "quantization": quantization,
+        "model": model, "engine": engine, "dtype": dtype, "backend": backend, "quantization": quantization,
         "speculation": speculation, "num_drafts": num_drafts,
         "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,
         "prefill.num_threads": num_threads, "decode.num_threads": num_threads, "aggregated.num_threads": num_threads,

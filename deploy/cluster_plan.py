@@ -137,6 +137,9 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
     settings = WorkerSettings(
         worker_id=worker_id,
         role=role,
+        engine=config.engine,
+        mock_prefill_ms=config.mock_prefill_ms,
+        mock_decode_ms=config.mock_decode_ms,
         model=str(shared.model),
         served_model_name=config.router.served_model_name or served_name(shared.model),
         dtype=config.dtype,

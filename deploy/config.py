@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cluster.errors import StartupError, shown
 from cluster.model_files import DEFAULT_MODEL
+from cluster.worker_settings import DEFAULT_MOCK_DECODE_MS, DEFAULT_MOCK_PREFILL_MS
 from deploy.yaml_settings import YamlSettingsError, load_yaml_settings
 
 DEFAULT_CLUSTER_FILE = Path(__file__).parent / "clusters" / "laptop.yaml"
@@ -68,6 +69,17 @@ class ClusterConfig(Section):
     """One cluster."""
 
     model: str = Field(default=DEFAULT_MODEL, min_length=1, description="a name, a GGUF file, a safetensors directory")
+    engine: Literal["real", "mock"] = Field(
+        default="real", description="mock: no model runs, time comes from a timing model; all else is real"
+    )
+    mock_prefill_ms: tuple[float, float, float] = Field(
+        default=DEFAULT_MOCK_PREFILL_MS,
+        description="c0, c1, c2 of c0 + c1 u + c2 u (c + u/2): u uncached, c cached tokens",
+    )
+    mock_decode_ms: tuple[float, float, float] = Field(
+        default=DEFAULT_MOCK_DECODE_MS,
+        description="alpha, beta, gamma of alpha + beta B + gamma K: B sequences, K tokens",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     backend: Literal["auto", "torch", "native", "triton"] = "auto"
     quantization: Literal["none", "int8", "int4", "gguf"] = "none"

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import mmap
 import os
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from cluster.errors import StartupError
-from cluster.kv_layout import KvLayout
-from engine.dtype import TORCH_DTYPES
+from cluster.kv_layout import ELEMENT_BYTES, KvLayout
 from engine.model_config import ModelConfig
+
+if TYPE_CHECKING:  # the mock engine has a pool and no torch
+    import torch
 
 # Huge pages on x86-64 and most arm64 kernels: the pool starts at a multiple, so that its first bytes are on one too.
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -35,7 +38,7 @@ def layout_of(config: ModelConfig, dtype: str, block_tokens: int) -> KvLayout:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,
-        element_bytes=TORCH_DTYPES[dtype].itemsize,
+        element_bytes=ELEMENT_BYTES[dtype],
         block_tokens=block_tokens,
     )
 
@@ -77,10 +80,19 @@ class KvMemory:
         # Array and tensor hold the mapping's buffer, so it cannot be unmapped under a kernel that still reads them.
         self._array = everything[self.mapping_offset : self.mapping_offset + self.size_bytes]
         self._bytes = memoryview(self._mapping)[self.mapping_offset : self.mapping_offset + self.size_bytes]
-        self.tensor = (
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        """The pool as a tensor [blocks, layers, 2, kv_heads, block_tokens, head_dim]."""
+        import torch
+
+        from engine.dtype import TORCH_DTYPES
+
+        layout = self.layout
+        return (
             torch.from_numpy(self._array)
             .view(TORCH_DTYPES[layout.dtype])
-            .view(num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
+            .view(self.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
         )
 
     @property
@@ -104,7 +116,9 @@ class KvMemory:
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copies one block, all layers."""
-        self.tensor[destination].copy_(self.tensor[source])
+        block_bytes = self.layout.block_bytes
+        blocks = self._array.reshape(self.num_blocks, block_bytes)
+        blocks[destination] = blocks[source]
 
     def zero(self) -> None:
         """Fills the pool with zeros; also makes every page resident."""
@@ -122,7 +136,8 @@ class KvMemory:
         self._is_closed = True
         self._close_memfd()
         self._bytes.release()
-        del self.tensor, self._array
+        self.__dict__.pop("tensor", None)
+        del self._array
         try:
             self._mapping.close()
         except BufferError:

@@ -62,7 +62,7 @@ class PrefillNode:
         )
         self._limits = PrefillLimits(
             vocab_size=parts.config.vocab_size,
-            max_model_len=parts.built.max_model_len,
+            max_model_len=parts.max_model_len,
             block_tokens=layout.block_tokens,
             total_blocks=parts.pool.num_blocks,
             num_layers=layout.num_layers,
@@ -131,7 +131,7 @@ class PrefillNode:
             return make_ack(self._identity, mismatches, transport_reason=error.message), None
         self._note_transport(hello, link.sender.name, link.reason)
         agreed = PeerLink(
-            pusher=LayerPusher(link.sender, self._parts.built.memory, link.costs, gather=self._gather_for(hello)),
+            pusher=LayerPusher(link.sender, self._parts.memory, link.costs, gather=self._gather_for(hello)),
             transport=link.sender.name,
             reason=link.reason,
             measured_gb_per_s=link.costs.bytes_per_s / GIGABYTE,
@@ -141,7 +141,7 @@ class PrefillNode:
 
     def _gather_for(self, hello: handoff_pb2.Hello) -> CellGather | None:
         """What brings our blocks into the decode worker's size; None when they are alike."""
-        memory = self._parts.built.memory
+        memory = self._parts.memory
         target = receiver_layout(memory.layout, hello)
         if target == memory.layout:
             return None

@@ -2,10 +2,11 @@
 
     prefill  S_p = queue + 1.1 t_p(L - m, m) + 0.25 evicted + spread  m: tokens of the prompt believed cached there
     decode   S_d = transfer + step + neighbours + pressure + full
-    local    S_l = t_p(L - m_d, m_d) + stall of the decode worker's neighbours
+    local    S_l = S_d - transfer + 1.1 t_p(L - m_d, m_d), twice the prefill where it stalls neighbours
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
-wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker.
+wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker. A
+decode worker prefills by itself only where that wins by more than a near tie: what it computes, it does not decode.
 """
 
 from __future__ import annotations
@@ -48,8 +49,7 @@ class CacheAwareSettings:
     pressure_weight: float = 10.0
     link_bytes_per_ms: float = 1e6  # 1 GB/s
     round_trip_ms: float = 1.0
-    local_below_tokens: int = 256  # fewer uncached tokens than this are not worth a transfer
-    remote_gain: float = 0.9  # remote must be better than this share of local
+    local_gain_ms: float = NEAR_TIE_MS  # local must be better than remote by this, and by a near tie's share
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,8 @@ class CacheAware:
         cached = request.cached_tokens.get(decode.worker.worker_id, 0)
         compute_ms = self._prefill_ms(request.num_prompt_tokens - cached, cached)
         is_shared = num_in_flight(decode.worker) > 0
-        return compute_ms * (2.0 if is_shared else 1.0) + decode.total_ms - decode.terms_ms.get("transfer", 0.0)
+        own_ms = compute_ms * (WORK_WEIGHT + (2.0 if is_shared else 1.0))
+        return own_ms + decode.total_ms - decode.terms_ms.get("transfer", 0.0)
 
     def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:
         c0, c1, c2 = self._timing.prefill_coefficients
@@ -201,10 +202,8 @@ class CacheAware:
         capacity = worker.capacity_tokens
         if not snapshot.allows_local_prefill or (capacity and _used_tokens(worker) > FULL_POOL * capacity):
             return False
-        missing = request.num_prompt_tokens - request.cached_tokens.get(worker.worker_id, 0)
-        if missing < self._settings.local_below_tokens:
-            return True
-        return pair.total_ms >= self._settings.remote_gain * self._local_ms(request, pair.decode)
+        local_ms = self._local_ms(request, pair.decode)
+        return local_ms + max(self._settings.local_gain_ms, NEAR_TIE_SHARE * local_ms) < pair.total_ms
 
 
 def _alternatives(pair: _Pair, prefills: Sequence[Candidate]) -> list[WorkerState]:

@@ -9,7 +9,6 @@ import numpy as np
 from cluster.errors import StartupError, shown
 from cluster.gguf_file import GgufFile
 from engine.model_config import ModelConfig, RopeScaling
-from engine.models.rope import rope_frequencies
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # The one whose q and k rows GGUF stores for interleaved rope; Mistral files carry this name too.
@@ -109,6 +108,9 @@ def _rope_scaling(file: GgufFile, keys: _Keys, head_dim: int, theta: float) -> R
 
 def _llama3_scaling(file: GgufFile, head_dim: int, theta: float) -> RopeScaling:
     """The parameters whose divisors the file lists: Llama 3's published ones with the file's largest divisor."""
+    # Not at the top: a mock worker reads a model's shape without torch.
+    from engine.models.rope import rope_frequencies
+
     divisors = file.rows(ROPE_FACTORS).reshape(-1).view(np.float32).astype(np.float64)
     scaling = RopeScaling("llama3", factor=float(divisors.max(initial=1.0)))
     expected = rope_frequencies(head_dim, theta, None) / rope_frequencies(head_dim, theta, scaling)

@@ -22,7 +22,7 @@ from router.worker_state import Role, WorkerState
 from tests.router.placement_simulation import BLOCK_TOKENS, SimulatedCluster, worker
 
 POLICIES = ("cache_aware", "least_loaded", "round_robin")
-NO_LOCAL = CacheAwareSettings(local_below_tokens=0, remote_gain=1e9)  # prefill workers always prefill
+NO_LOCAL = CacheAwareSettings(local_gain_ms=1e9)  # prefill workers always prefill
 
 
 def _request(num_tokens: int = 1000, **fields: object) -> RequestView:
@@ -257,6 +257,20 @@ def test_rt57_a_loaded_worker_with_the_prefix_loses_to_an_idle_one_without() -> 
     cached = {snapshot.prefill[0].worker_id: 992}
     placement = _cache_aware().place(_request(1000, cached_tokens=cached), snapshot, 0.0)
     assert placement.prefill[0] is snapshot.prefill[1]
+
+
+def test_an_idle_prefill_worker_takes_short_and_long_prompts_alike() -> None:
+    """A near tie goes to the prefill pool: what a decode worker computes, it does not decode."""
+    policy = _cache_aware(CacheAwareSettings())
+    for num_tokens in (5, 40, 255, 1000, 8000):
+        placement = policy.place(_request(num_tokens), _snapshot(1, 1), 0.0)
+        assert [worker.worker_id for worker in placement.prefill] == ["prefill-0"]
+
+
+def test_a_queue_in_front_of_the_prefill_pool_makes_local_prefill_cheaper() -> None:
+    snapshot = _snapshot(1, 1)
+    snapshot.prefill[0].booked_prefill_tokens = 4000
+    assert _cache_aware(CacheAwareSettings()).place(_request(200), snapshot, 0.0).is_local
 
 
 def test_local_prefill_when_little_is_missing_and_not_when_the_pool_is_full() -> None:

@@ -1,0 +1,56 @@
+"""A worker's engine that runs a model: weights and KV pool by `runner_factory`, steps by `model_executor`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from cluster.fallbacks import Fallbacks
+from cluster.worker_process import WorkerContext
+from engine.block_pool import BlockPool
+from engine.dtype import cpu_features
+from engine.engine import Engine
+from engine.model_executor import ModelExecutor
+from engine.runner_factory import build_runner
+from engine.worker_engine import OpenSpeculator, WorkerEngine, engine_limits
+
+# What decides between kernels; a CPU has a hundred more.
+SHOWN_CPU_FEATURES = frozenset(
+    {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve"}
+)
+
+
+def open_model_engine(
+    context: WorkerContext, fallbacks: Fallbacks, open_speculator: OpenSpeculator | None
+) -> WorkerEngine:
+    """Loads the model and makes its engine, not yet started. Raises `StartupError`."""
+    settings = context.settings
+    # Only a transport that writes straight into the pool needs one that another process may map.
+    built = build_runner(settings, shareable_pool="shm-direct" in settings.transports)
+    if built.fallback is not None:
+        fallback = built.fallback
+        fallbacks.took(fallback.component, wanted=fallback.wanted, used=fallback.used, reason=fallback.reason)
+    memory = built.memory
+    limits = engine_limits(settings, built.max_model_len)
+    pool = BlockPool(memory.num_blocks, memory.layout.block_tokens, built.config.fingerprint, events=context.kv_events)
+    executor = ModelExecutor(built.runner, limits, memory.layout.block_tokens, memory.copy_block)
+    speculator = open_speculator(settings, built) if open_speculator is not None else None
+    return WorkerEngine(
+        kind="real",
+        engine=Engine(executor, pool, limits, speculator=speculator),
+        pool=pool,
+        memory=memory,
+        config=built.config,
+        max_model_len=built.max_model_len,
+        speculator=speculator,
+        model_name=settings.served_model_name or built.config.name,
+        details={
+            "pid": str(os.getpid()),
+            "backend": built.runner.backend,
+            "threads": str(torch.get_num_threads()),
+            "cpu_features": " ".join(sorted(cpu_features() & SHOWN_CPU_FEATURES)),
+            "huge_pages": str(memory.huge_pages),
+            "kv_pool_bytes": str(memory.size_bytes),
+        },
+    )
