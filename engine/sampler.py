@@ -55,6 +55,7 @@ class SamplerState:
         self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self.stop_ids = np.array(params.stop_token_ids, dtype=np.int64)
         self.has_filter = has_filter(params)
+        self.temperature = max(np.float32(params.temperature), SMALLEST_TEMPERATURE)
         self.is_plain_greedy = (
             params.is_greedy
             and not params.has_penalties
@@ -131,21 +132,36 @@ def _draw(
 ) -> Int64Array:
     """Samples rows with a temperature above 0. The largest logit is subtracted first, so that none can overflow."""
     scaled = logits.cpu().numpy()  # our own copy
-    for index, row in enumerate(rows):  # a row at a time stays in the core's cache
-        scaled[index] -= peak_logits[index]
-        if row.state.params.temperature != 1.0:
-            with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to -inf, which is right
-                scaled[index] /= max(np.float32(row.state.params.temperature), SMALLEST_TEMPERATURE)
-        if row.state.has_filter:
-            drop_filtered(scaled[index], row.state.params)
+    is_native = native_sampler.is_usable()
+    (_scale_natively if is_native else _scale)(scaled, peak_logits, [row.state for row in rows])
     keys = NoiseKeys(
         np.array([row.state.params.seed for row in rows], dtype=np.uint64),
         np.array([row.state.params.choice_index for row in rows], dtype=np.uint64),
         np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
     )
-    if native_sampler.is_usable():
-        return native_sampler.gumbel_argmax(scaled, peak_ids, keys)
-    return gumbel_argmax(scaled, peak_ids, keys)
+    return (native_sampler.gumbel_argmax if is_native else gumbel_argmax)(scaled, peak_ids, keys)
+
+
+def _scale(scaled: Float32Array, peak_logits: Float32Array, states: Sequence[SamplerState]) -> None:
+    """Temperature and filters, in place: a row at a time stays in the core's cache."""
+    for index, state in enumerate(states):
+        scaled[index] -= peak_logits[index]
+        if state.temperature != 1.0:
+            with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to -inf, which is right
+                scaled[index] /= state.temperature
+        if state.has_filter:
+            drop_filtered(scaled[index], state.params)
+
+
+def _scale_natively(scaled: Float32Array, peak_logits: Float32Array, states: Sequence[SamplerState]) -> None:
+    native_sampler.scale_and_filter(
+        scaled,
+        peak_logits,
+        np.array([state.temperature for state in states], np.float32),
+        np.array([state.params.top_k for state in states], np.int32),
+        np.array([state.params.top_p for state in states], np.float64),
+        np.array([state.params.min_p for state in states], np.float64),
+    )
 
 
 def gumbel_argmax(scaled: Float32Array, peak_ids: Int64Array, keys: NoiseKeys) -> Int64Array:

@@ -1,6 +1,7 @@
 // The C functions of tandem_native.h: exceptions become return codes and a message.
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include "cpu_features.h"
 #include "decoder.h"
+#include "filtering.h"
 #include "tandem_native.h"
 
 struct TandemModel {
@@ -136,6 +138,22 @@ int32_t tandem_gumbel_argmax(const char* isa, const float* scaled, int64_t strid
                 throw std::invalid_argument("a peak is outside the vocabulary");
             const tandem::NoiseKey key = {seeds[row], (uint32_t)choice_indices[row], (uint32_t)positions[row]};
             token_ids[row] = kernels.gumbel_argmax(scaled + row * stride, vocab_size, peak_ids[row], key);
+        }
+    });
+}
+
+int32_t tandem_scale_and_filter(const char* isa, float* logits, int64_t stride, int32_t rows, int32_t vocab_size,
+                                const float* peaks, const float* temperatures, const int32_t* top_k,
+                                const double* top_p, const double* min_p) {
+    return guarded([&] {
+        const tandem::FilterKernels kernels = kernels_for(isa).filter;
+        std::vector<float> scratch;
+        for (int32_t row = 0; row < rows; ++row) {
+            float* scaled = logits + row * stride;
+            kernels.scale_row(scaled, vocab_size, peaks[row], temperatures[row]);
+            const tandem::FilterParams params = {top_k[row], top_p[row], min_p[row]};
+            const float threshold = tandem::keep_threshold(kernels, scaled, vocab_size, params, scratch);
+            if (threshold > -std::numeric_limits<float>::infinity()) kernels.drop_below(scaled, vocab_size, threshold);
         }
     });
 }

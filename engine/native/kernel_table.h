@@ -60,6 +60,15 @@ struct NoiseKey {
     uint32_t position;
 };
 
+// The passes of top-k, top-p and min-p over one row of a vocabulary (kernels/filtering.h).
+struct FilterKernels {
+    void (*scale_row)(float* row, int n, float peak, float temperature);
+    void (*exponentials)(const float* values, int n, float* weights);
+    double (*mass_at_least)(const float* row, int n, float least, int* count);
+    int (*collect_at_least)(const float* row, int n, float least, float* found);
+    void (*drop_below)(float* row, int n, float least);
+};
+
 struct KernelTable {
     const char* name;
     LinearKernels linear[kNumFormats];
@@ -77,6 +86,7 @@ struct KernelTable {
     void (*embed)(const PackedMatrix& table, int token, float* out);
     // The token with the largest scaled logit + noise; scaled[peak] is the largest scaled logit, 0.
     int64_t (*gumbel_argmax)(const float* scaled, int vocab_size, int64_t peak, const NoiseKey& key);
+    FilterKernels filter;
     // For benchmarks: reads bytes (a multiple of 128) once; multiplies in registers and returns the operations done.
     int32_t (*read_once)(const uint8_t* data, size_t num_bytes);
     double (*multiply_in_registers)(NumberFormat format, int iterations);

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 3
+#define TANDEM_ABI_VERSION 4
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -130,6 +130,12 @@ TANDEM_API void tandem_matrix_destroy(TandemMatrix* matrix);
 TANDEM_API int32_t tandem_gumbel_argmax(const char* isa, const float* scaled, int64_t stride, int32_t rows,
                                         int32_t vocab_size, const int64_t* peak_ids, const uint64_t* seeds,
                                         const uint64_t* choice_indices, const uint64_t* positions, int64_t* token_ids);
+
+/* Rows of `logits` [rows, stride] float32 become (logits - peak) / temperature, and -inf where `engine.logit_filters`
+ * drops a token. peaks, temperatures, top_k, top_p, min_p [rows]; a row's largest logit is its peak. */
+TANDEM_API int32_t tandem_scale_and_filter(const char* isa, float* logits, int64_t stride, int32_t rows,
+                                           int32_t vocab_size, const float* peaks, const float* temperatures,
+                                           const int32_t* top_k, const double* top_p, const double* min_p);
 
 /* What the machine can do at best, for benchmarks, with the instructions of `isa` (empty: the best one). The first reads
  * the bytes once and returns some sum of them; the second multiplies `iterations` times in registers, in the way that

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from cluster.errors import EngineFailure
-from engine.native_sampler import gumbel_argmax
+from cluster.sampling_params import SamplingParams
+from engine.logit_filters import drop_filtered
+from engine.native_sampler import gumbel_argmax, scale_and_filter
 from engine.noise import NoiseKeys, gumbel
 from tests.engine.native_model import built_isas
 
@@ -70,3 +72,46 @@ def test_what_cannot_be_read_is_refused() -> None:
         gumbel_argmax(scaled.astype(np.float64), peaks, keys)
     with pytest.raises(EngineFailure, match="vocabulary"):
         gumbel_argmax(scaled, np.full_like(peaks, 100), keys)
+
+
+FILTERS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 3000},
+    {"top_k": 100_000},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.95},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.2},
+]
+
+
+@pytest.mark.parametrize("isa", built_isas())
+@pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 4099])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+def test_scaling_and_filters_equal_the_definition(isa: str, vocab_size: int, spread: float) -> None:
+    """Every filter in one call, with ties and tokens that are ruled out already."""
+    scaled, _, _ = make_rows(vocab_size, spread, num_rows=len(FILTERS))
+    logits = np.round(scaled * 8) / 8 + np.float32(3.25)  # ties in plenty
+    logits[:, 1::7] = -np.inf
+    peaks = logits.max(axis=1)
+    params = [SamplingParams(max_tokens=1, **filters) for filters in FILTERS]
+    temperatures = np.array([1.0 if index % 2 else 0.7 for index in range(len(params))], np.float32)
+    expected = logits.copy()
+    for row, one in enumerate(params):
+        expected[row] = (expected[row] - peaks[row]) / temperatures[row]
+        drop_filtered(expected[row], one)
+    found = logits.copy()
+    scale_and_filter(
+        found,
+        peaks,
+        temperatures,
+        np.array([one.top_k for one in params], np.int32),
+        np.array([one.top_p for one in params]),
+        np.array([one.min_p for one in params]),
+        isa=isa,
+    )
+    np.testing.assert_array_equal(found, expected)

@@ -4,6 +4,7 @@
 #include "kernels/dense_linear.h"
 #include "kernels/elementwise.h"
 #include "kernels/embedding.h"
+#include "kernels/filtering.h"
 #include "kernels/floors.h"
 #include "kernels/quantized_linear.h"
 #include "kernels/sampling.h"
@@ -29,6 +30,7 @@ inline tandem::KernelTable make_table(const char* name) {
             &attention,
             &embed,
             &gumbel_argmax,
+            {&scale_row, &exponentials, &mass_at_least, &collect_at_least, &drop_below},
             &read_once,
             &multiply_in_registers};
 }
