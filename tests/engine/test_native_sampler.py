@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -74,7 +76,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         gumbel_argmax(scaled, np.full_like(peaks, 100), keys)
 
 
-FILTERS = [
+FILTERS: list[dict[str, Any]] = [
     {},
     {"top_k": 1},
     {"top_k": 40},
@@ -95,7 +97,7 @@ FILTERS = [
 def test_scaling_and_filters_equal_the_definition(isa: str, vocab_size: int, spread: float) -> None:
     """Every filter in one call, with ties and tokens that are ruled out already."""
     scaled, _, _ = make_rows(vocab_size, spread, num_rows=len(FILTERS))
-    logits = np.round(scaled * 8) / 8 + np.float32(3.25)  # ties in plenty
+    logits: np.ndarray = (np.round(scaled * 8) / 8 + 3.25).astype(np.float32)  # ties in plenty
     logits[:, 1::7] = -np.inf
     peaks = logits.max(axis=1)
     params = [SamplingParams(max_tokens=1, **filters) for filters in FILTERS]
