@@ -1,7 +1,8 @@
 """Workers announce themselves in Redis; routers read who is there. Soft state: nobody waits for it.
 
-    worker: WorkerRegistration ── SET tandem:worker:<id> <record> PX ttl, at every heartbeat ──> Redis
-    router: MembershipView     <── SCAN + MGET, twice a heartbeat ───────────────────────────── Redis
+    worker: Registration   ── SET tandem:worker:<id> <record> PX ttl, at every heartbeat ──> Redis
+    router: MembershipView <── SCAN + MGET, twice a heartbeat ───────────────────────────── Redis
+    router: Registration   ── SET tandem:router:<id>, the load offered to it; the autoscaler reads it ──> Redis
 
 An emptied Redis is full again after one heartbeat. A lost one changes nothing: the view keeps its last known set.
 """
@@ -14,9 +15,9 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from tandem.v1 import membership_pb2
 
 from cluster.identity import Incarnation, WorkerId
@@ -25,23 +26,35 @@ from cluster.redis_client import RedisClient, RedisUnavailable
 from cluster.redis_version import known_faults
 
 WORKER_KEY_PREFIX = b"tandem:worker:"
+ROUTER_KEY_PREFIX = b"tandem:router:"
 # A record outlives two lost heartbeats.
 TTL_HEARTBEATS = 3
 POLL_INTERVAL_S = 0.5
 # Spreads the heartbeats of workers that a launcher started in the same instant.
 HEARTBEAT_JITTER = 0.1
 
+Record = TypeVar("Record", bound=Message)
+
 _log = logging.getLogger(__name__)
 
 
-class WorkerRegistration:
-    """Keeps this worker's record alive in Redis. Owned by the worker process: `start`, later `stop`."""
+class HeartbeatRecord(Protocol):
+    """`WorkerRecord` and `RouterRecord`."""
+
+    heartbeat_seq: int
+
+    def SerializeToString(self) -> bytes: ...
+
+
+class Registration:
+    """Keeps a process's record alive in Redis. Owned by that process: `start`, later `stop`."""
 
     def __init__(
-        self, redis: RedisClient, read_record: Callable[[], membership_pb2.WorkerRecord], heartbeat_s: float
+        self, redis: RedisClient, key: bytes, read_record: Callable[[], HeartbeatRecord], heartbeat_s: float
     ) -> None:
         """`read_record` gives the record as of now; its heartbeat_seq is set here."""
         self._redis = redis
+        self._key = key
         self._read_record = read_record
         self._heartbeat_s = heartbeat_s
         self._seq = 0
@@ -64,7 +77,7 @@ class WorkerRegistration:
                 await self._task
             self._task = None
         with contextlib.suppress(RedisUnavailable):
-            await self._redis.run(lambda redis: redis.delete(_worker_key(self._read_record())))
+            await self._redis.run(lambda redis: redis.delete(self._key))
 
     async def _beat_for_ever(self) -> None:
         while True:
@@ -81,7 +94,7 @@ class WorkerRegistration:
         record.heartbeat_seq = self._seq
         ttl_ms = int(self._heartbeat_s * TTL_HEARTBEATS * 1000)
         try:
-            await self._redis.run(lambda redis: redis.set(_worker_key(record), record.SerializeToString(), px=ttl_ms))
+            await self._redis.run(lambda redis: redis.set(self._key, record.SerializeToString(), px=ttl_ms))
         except RedisUnavailable as error:
             self._link.lost(error)
         else:
@@ -148,7 +161,7 @@ class MembershipView:
 
     async def _poll(self) -> None:
         try:
-            records = await _read_records(self._redis)
+            records = await _read_records(self._redis, WORKER_KEY_PREFIX, membership_pb2.WorkerRecord)
         except RedisUnavailable as error:
             self._state.redis_lost()
             self._link.lost(error)
@@ -170,24 +183,33 @@ class MembershipView:
             self._on_change(change)
 
 
-async def _read_records(redis: RedisClient) -> list[membership_pb2.WorkerRecord]:
+async def read_router_records(redis: RedisClient) -> list[membership_pb2.RouterRecord]:
+    """What every living router said last. Raises `RedisUnavailable`."""
+    return await _read_records(redis, ROUTER_KEY_PREFIX, membership_pb2.RouterRecord)
+
+
+def worker_key(worker_id: str) -> bytes:
+    return WORKER_KEY_PREFIX + worker_id.encode()
+
+
+def router_key(router_id: str) -> bytes:
+    return ROUTER_KEY_PREFIX + router_id.encode()
+
+
+async def _read_records(redis: RedisClient, prefix: bytes, kind: type[Record]) -> list[Record]:
     """Every record that is there and readable."""
     # SCAN may give a key twice.
-    keys = sorted({key async for key in redis.scan(WORKER_KEY_PREFIX + b"*")})
+    keys = sorted({key async for key in redis.scan(prefix + b"*")})
     values = await redis.run(lambda client: client.mget(keys)) if keys else []
-    return [record for value in values if value is not None and (record := _parse(value)) is not None]
+    return [record for value in values if value is not None and (record := _parse(value, kind)) is not None]
 
 
-def _parse(value: Any) -> membership_pb2.WorkerRecord | None:
+def _parse(value: Any, kind: type[Record]) -> Record | None:
     try:
-        return membership_pb2.WorkerRecord.FromString(value)
+        return kind.FromString(value)
     except DecodeError:
-        _log.warning("a worker record in Redis cannot be read: another version writes there?")
+        _log.warning("a record in Redis cannot be read: another version writes there?")
         return None
-
-
-def _worker_key(record: membership_pb2.WorkerRecord) -> bytes:
-    return WORKER_KEY_PREFIX + record.identity.worker_id.encode()
 
 
 class _LinkLog:

@@ -22,7 +22,7 @@ from tandem.v1 import common_pb2, membership_pb2, worker_pb2_grpc
 from cluster.identity import Incarnation, new_incarnation
 from cluster.kv_events import KvEventPublisher
 from cluster.logs import configure_logs
-from cluster.membership import WorkerRegistration
+from cluster.membership import Registration, worker_key
 from cluster.process_guard import StopSignals, die_with_parent, limit_threads
 from cluster.redis_client import RedisClient
 from cluster.rpc import bind, build_server
@@ -143,7 +143,7 @@ async def _serve(context: WorkerContext, node: WorkerNode) -> None:
         await server.stop(STOP_GRACE_S)
 
 
-def _register(context: WorkerContext, node: WorkerNode, address: str) -> WorkerRegistration | None:
+def _register(context: WorkerContext, node: WorkerNode, address: str) -> Registration | None:
     if context.redis is None:
         return None
 
@@ -156,13 +156,15 @@ def _register(context: WorkerContext, node: WorkerNode, address: str) -> WorkerR
             record.kv_event_seq = context.kv_events.last_seq
         return record
 
-    registration = WorkerRegistration(context.redis, read_record, context.settings.heartbeat_s)
+    registration = Registration(
+        context.redis, worker_key(context.settings.worker_id), read_record, context.settings.heartbeat_s
+    )
     registration.start()
     return registration
 
 
 async def _until_stopped(
-    settings: WorkerSettings, node: WorkerNode, signals: StopSignals, registration: WorkerRegistration | None
+    settings: WorkerSettings, node: WorkerNode, signals: StopSignals, registration: Registration | None
 ) -> None:
     """Serves until asked to drain, then until nothing is in flight, the drain times out, or a second signal comes."""
     failed = asyncio.create_task(node.failed())

@@ -74,6 +74,10 @@ class Dispatcher:
         self._parked: dict[Sequence, asyncio.TimerHandle] = {}
         registry.on_change(self._place_parked)
 
+    @property
+    def num_parked(self) -> int:
+        return len(self._parked)
+
     def submit(self, sequence: Sequence) -> None:
         """Places a new sequence. Raises `NoWorkersAvailable` when nobody can take it now."""
         self._place(sequence)

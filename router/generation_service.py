@@ -85,6 +85,7 @@ class GenerationService:
         """A started answer; leaving the context ends it, however it is left. Raises what the request deserves."""
         times = RequestTimes(admitted_s=self._clock())
         request_id = new_request_id(request.kind.value)
+        self.metrics.demand.arrived(len(request.prompts))
         self._admit()
         answer: Answer | None = None
         try:
@@ -114,6 +115,7 @@ class GenerationService:
         self, request: GenerationRequest, request_id: RequestId, tenant: Tenant, times: RequestTimes
     ) -> Answer:
         prompts = [await self.encoder.encode(prompt) for prompt in request.prompts]
+        self.metrics.demand.encoded([len(token_ids) for token_ids in prompts])
         deadline_s = times.admitted_s + (request.timeout_s or self._policy.request_timeout_s)
         answer = Answer(
             request_id=request_id,
@@ -143,6 +145,7 @@ class GenerationService:
                 self._add_choice(answer, request, spec, choice_index)
         times.encoded_s = self._clock()
         answer.start(deadline_s)
+        self.metrics.demand.routed((times.placed_s - times.admitted_s) * 1e3)
         return answer
 
     def _sampling(self, request: GenerationRequest, num_prompt_tokens: int, seed: int) -> SamplingParams:

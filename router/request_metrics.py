@@ -15,6 +15,7 @@ from tandem.v1 import worker_pb2
 from cluster.errors import RequestCancelled, TandemError
 from cluster.telemetry import RouterMetrics
 from router.answer import Answer
+from router.demand_totals import DemandTotals
 from router.placement import Placement
 from router.sequence import Sequence
 
@@ -37,6 +38,7 @@ class RequestMetrics:
     def __init__(self, series: RouterMetrics, model: str) -> None:
         self._series = series
         self._model = model
+        self.demand = DemandTotals()
         self._inter_token_latency = series.inter_token_latency.labels(model)
         self._generation_tokens = series.generation_tokens.labels(model)
         self._fallbacks: Counter[RouterFallback] = Counter()
@@ -50,6 +52,7 @@ class RequestMetrics:
 
     def step(self, gap_s: float, num_tokens: int) -> None:
         """A step of one answer brought tokens: each of them has its share of the gap."""
+        self.demand.step(gap_s, num_tokens)
         observe = self._inter_token_latency.observe
         for _ in range(num_tokens):
             observe(gap_s / num_tokens)
@@ -65,6 +68,8 @@ class RequestMetrics:
     def started(self, sequence: Sequence, event: worker_pb2.RequestEvent) -> None:
         """Counts a prompt that was not prefilled where it was sent: the decode worker took another way."""
         placement, used = sequence.placement, event.timeline.prefill_worker_id
+        if event.HasField("timeline"):
+            self.demand.started(event.timeline)
         if placement is None or placement.is_local or not event.HasField("timeline"):
             return
         if used != placement.prefill[0].worker_id:
@@ -94,6 +99,7 @@ class RequestMetrics:
     def ended(self, answer: Answer) -> None:
         """After an answer that was placed, whatever its end."""
         times, usage, model, series = answer.times, answer.usage, self._model, self._series
+        self.demand.ended(len(answer.prompt_lengths), usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         series.prompt_tokens.labels(model).inc(usage.prompt_tokens)
         series.cached_prompt_tokens.labels(model).inc(usage.cached_tokens)
         self._generation_tokens.inc(usage.completion_tokens)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
-from tandem.v1 import worker_pb2
+from tandem.v1 import membership_pb2, worker_pb2
 
 from cluster.chat_template import ChatTemplate
 from cluster.identity import new_incarnation
@@ -29,6 +29,7 @@ from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
 from router.request_parser import RequestParser
 from router.tenants import ApiKeys
+from router.timing_model import TimingModel
 from router.worker_registry import WorkerRegistry
 from router.worker_session import PROTOCOL_VERSION
 
@@ -44,7 +45,22 @@ class RouterCore:
     grpc_servicer: InferenceService
     metrics_registry: CollectorRegistry
     series: RouterMetrics
+    hello: worker_pb2.RouterHello
+    dispatcher: Dispatcher
+    timing: TimingModel
     cache_view: CacheView | None  # of a policy that looks at caches
+
+    def record(self) -> membership_pb2.RouterRecord:
+        """What an autoscaler shall know of the load offered to this router."""
+        record = self.service.metrics.demand.to_record()
+        record.router_id, record.incarnation = self.hello.router_id, self.hello.incarnation
+        record.running_requests = self.service.num_running
+        record.waiting_requests = self.dispatcher.num_parked
+        if self.timing.is_prefill_fitted:
+            record.prefill_coefficients.extend(self.timing.prefill_coefficients)
+        if self.timing.is_decode_fitted:
+            record.decode_coefficients.extend(self.timing.decode_coefficients)
+        return record
 
     async def stop(self) -> None:
         await self.registry.stop()
@@ -101,5 +117,8 @@ def build_core(
         grpc_servicer=InferenceService(service, parser, keys),
         metrics_registry=metrics_registry,
         series=series,
+        hello=hello,
+        dispatcher=dispatcher,
+        timing=choice.timing,
         cache_view=cache_view,
     )

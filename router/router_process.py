@@ -16,7 +16,7 @@ from cluster.chat_template import ChatTemplate
 from cluster.errors import StartupError
 from cluster.kv_events import KvEventReader
 from cluster.logs import configure_logs
-from cluster.membership import MembershipView
+from cluster.membership import MembershipView, Registration, router_key
 from cluster.model_files import resolve_model, served_name
 from cluster.process_guard import StopSignals, die_with_parent
 from cluster.redis_client import RedisClient
@@ -33,6 +33,7 @@ from router.tenants import read_api_keys
 DRAIN_TIMEOUT_S = 60.0
 # Shorter than a gap may stay unrepaired.
 CACHE_TICK_S = 0.25
+HEARTBEAT_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class RouterProcess:
             stack.push_async_callback(self._core.stop)
             self._view.start()
             stack.push_async_callback(self._view.stop)
+            registration = Registration(self._redis, router_key(settings.router_id), self._core.record, HEARTBEAT_S)
+            registration.start()
+            stack.push_async_callback(registration.stop)
             self._follow_caches(stack)
             grpc_front = await self._start_grpc()
             self._http.start()

@@ -88,6 +88,14 @@ class TimingModel:
         alpha, beta, gamma = self._decode.coefficients.tolist()
         return alpha, beta, gamma
 
+    @property
+    def is_prefill_fitted(self) -> bool:
+        return self._prefill.num_samples >= MIN_SAMPLES
+
+    @property
+    def is_decode_fitted(self) -> bool:
+        return self._decode.num_samples >= MIN_SAMPLES
+
     def prefill_ms(self, uncached: float, cached: float) -> float:
         return self._prefill.predict(_prefill_features(uncached, cached))
 

@@ -11,7 +11,7 @@ import pytest
 from tandem.v1 import common_pb2, membership_pb2
 
 from cluster.identity import Incarnation, WorkerId, new_incarnation
-from cluster.membership import MembershipView, WorkerRegistration
+from cluster.membership import MembershipView, Registration, read_router_records, router_key, worker_key
 from cluster.membership_state import ChangeKind, MembershipChange
 from tests.cluster.conftest import RedisServer
 
@@ -25,7 +25,7 @@ class Worker:
     def __init__(self, server: RedisServer, worker_id: str = A) -> None:
         identity = common_pb2.WorkerIdentity(worker_id=worker_id, incarnation=new_incarnation())
         self.record = membership_pb2.WorkerRecord(identity=identity, control_address="unix:/x")
-        self.registration = WorkerRegistration(server.client(), self._read, HEARTBEAT_S)
+        self.registration = Registration(server.client(), worker_key(worker_id), self._read, HEARTBEAT_S)
 
     def _read(self) -> membership_pb2.WorkerRecord:
         copy = membership_pb2.WorkerRecord()
@@ -74,7 +74,7 @@ async def test_worker_appears_and_withdraws(redis_server: RedisServer) -> None:
 
 async def test_announce_does_not_wait_for_the_heartbeat(redis_server: RedisServer) -> None:
     worker = Worker(redis_server)
-    worker.registration = WorkerRegistration(redis_server.client(), worker._read, heartbeat_s=60)
+    worker.registration = Registration(redis_server.client(), worker_key(A), worker._read, heartbeat_s=60)
     async with viewing(redis_server) as (view, _):
         worker.registration.start()
         await until(lambda: A in view.workers)
@@ -173,3 +173,19 @@ async def loop_lag_s() -> float:
     started = time.monotonic()
     await asyncio.sleep(0.005)
     return time.monotonic() - started - 0.005
+
+
+async def test_a_routers_record_is_read_while_it_lives_and_gone_afterwards(redis_server: RedisServer) -> None:
+    redis = redis_server.client()
+    record = membership_pb2.RouterRecord(router_id="router-0", prompts_arrived=7)
+    registration = Registration(redis_server.client(), router_key("router-0"), lambda: record, HEARTBEAT_S)
+    registration.start()
+    started = time.monotonic()
+    while not (records := await read_router_records(redis)):
+        assert time.monotonic() - started < 5
+        await asyncio.sleep(0.01)
+    assert (records[0].router_id, records[0].prompts_arrived) == ("router-0", 7)
+    assert records[0].heartbeat_seq >= 1
+    await registration.stop()
+    assert await read_router_records(redis) == []
+    await redis.close()

@@ -130,6 +130,135 @@ class WorkerRecord(_message.Message):
 Global___WorkerRecord: _TypeAlias = WorkerRecord  # noqa: Y015
 
 @_typing.final
+class RouterRecord(_message.Message):
+    """What a router writes about the load offered to it, at every heartbeat. Running totals since its start: a reader takes
+    differences, and a new incarnation starts over.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LatenciesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___LatencyTotals: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___LatencyTotals | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_SEQ_FIELD_NUMBER: _builtins.int
+    PROMPTS_ARRIVED_FIELD_NUMBER: _builtins.int
+    PROMPTS_ENCODED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_ENCODED_FIELD_NUMBER: _builtins.int
+    PROMPTS_ENDED_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_ENDED_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_ENDED_FIELD_NUMBER: _builtins.int
+    GENERATION_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    LATENCIES_FIELD_NUMBER: _builtins.int
+    PREFILL_COEFFICIENTS_FIELD_NUMBER: _builtins.int
+    DECODE_COEFFICIENTS_FIELD_NUMBER: _builtins.int
+    router_id: _builtins.str
+    incarnation: _builtins.str
+    heartbeat_seq: _builtins.int
+    prompts_arrived: _builtins.int
+    """refused ones included"""
+    prompts_encoded: _builtins.int
+    """those whose length is known"""
+    prompt_tokens_encoded: _builtins.int
+    prompts_ended: _builtins.int
+    """answered, or given up"""
+    prompt_tokens_ended: _builtins.int
+    cached_tokens_ended: _builtins.int
+    """of them, those that needed no compute"""
+    generation_tokens: _builtins.int
+    """handed to clients"""
+    waiting_requests: _builtins.int
+    """admitted and not placed"""
+    running_requests: _builtins.int
+    @_builtins.property
+    def latencies(self) -> _containers.MessageMap[_builtins.str, Global___LatencyTotals]:
+        """itl, and the parts of the time to first token by name"""
+
+    @_builtins.property
+    def prefill_coefficients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The timing models as this router has fitted them; absent until enough was measured.
+        c0, c1, c2
+        """
+
+    @_builtins.property
+    def decode_coefficients(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """alpha, beta, gamma"""
+
+    def __init__(
+        self,
+        *,
+        router_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        heartbeat_seq: _builtins.int = ...,
+        prompts_arrived: _builtins.int = ...,
+        prompts_encoded: _builtins.int = ...,
+        prompt_tokens_encoded: _builtins.int = ...,
+        prompts_ended: _builtins.int = ...,
+        prompt_tokens_ended: _builtins.int = ...,
+        cached_tokens_ended: _builtins.int = ...,
+        generation_tokens: _builtins.int = ...,
+        waiting_requests: _builtins.int = ...,
+        running_requests: _builtins.int = ...,
+        latencies: _abc.Mapping[_builtins.str, Global___LatencyTotals] | None = ...,
+        prefill_coefficients: _abc.Iterable[_builtins.float] | None = ...,
+        decode_coefficients: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_ended", b"cached_tokens_ended", "decode_coefficients", b"decode_coefficients", "generation_tokens", b"generation_tokens", "heartbeat_seq", b"heartbeat_seq", "incarnation", b"incarnation", "latencies", b"latencies", "prefill_coefficients", b"prefill_coefficients", "prompt_tokens_encoded", b"prompt_tokens_encoded", "prompt_tokens_ended", b"prompt_tokens_ended", "prompts_arrived", b"prompts_arrived", "prompts_encoded", b"prompts_encoded", "prompts_ended", b"prompts_ended", "router_id", b"router_id", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterRecord: _TypeAlias = RouterRecord  # noqa: Y015
+
+@_typing.final
+class LatencyTotals(_message.Message):
+    """A histogram: the i-th count is of values up to the i-th bound, the last one of all that are larger."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_MS_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def bounds_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        bounds_ms: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds_ms", b"bounds_ms", "counts", b"counts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyTotals: _TypeAlias = LatencyTotals  # noqa: Y015
+
+@_typing.final
 class RefusedPeer(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
