@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)
@@ -93,6 +93,10 @@ class Step(ctypes.Structure):
         ("num_sequences", c_int32),
         ("table_width", c_int32),
         ("num_logit_rows", c_int32),
+        ("inputs", c_void_p),
+        ("tap_layers", c_void_p),
+        ("taps", c_void_p),
+        ("num_tap_layers", c_int32),
     )
 
 

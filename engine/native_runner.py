@@ -11,6 +11,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,8 @@ class NativeRunner:
         self._logits_stride = -(-config.vocab_size // PANEL_OUTPUTS) * PANEL_OUTPUTS
         self._logits = np.empty((0, self._logits_stride), np.float32)
         self._hidden = np.empty((0, config.hidden_size), np.float32)
+        self._taps = np.empty((0, 0, config.hidden_size), np.float32)
+        self._tap_layers = np.empty(0, np.int32)
         self._model = ctypes.c_void_p(_create_model(self._library, config, num_threads, isa))
         try:
             loader = WeightLoader(self._library, self._model, weights, dtype, quantization)
@@ -84,10 +87,11 @@ class NativeRunner:
         native_library.check(self.native_call(step, callback)())
         if failure:
             raise failure[0]
-        num_rows = step.logit_rows.shape[0]
+        num_rows, num_taps = step.logit_rows.shape[0], len(step.tap_layers)
         return StepOutput(
             logits=torch.from_numpy(self._logits[:num_rows, : self.config.vocab_size]),
             hidden=torch.from_numpy(self._hidden[:num_rows]),
+            taps=torch.from_numpy(self._taps[:num_rows]) if num_taps else None,
         )
 
     def native_call(self, step: StepInput, callback: ctypes._FuncPointer = _NO_CALLBACK) -> Callable[[], int]:
@@ -96,7 +100,9 @@ class NativeRunner:
         if num_rows > self._logits.shape[0]:
             self._logits = np.empty((num_rows, self._logits_stride), np.float32)
             self._hidden = np.empty((num_rows, self.config.hidden_size), np.float32)
-        arguments = _step_arguments(step)
+        if self._taps.shape[0] < num_rows or self._taps.shape[1] != len(step.tap_layers):
+            self._taps = np.empty((num_rows, len(step.tap_layers), self.config.hidden_size), np.float32)
+        arguments = self._step_arguments(step)
         return partial(
             self._library.tandem_model_forward,
             self._model,
@@ -133,6 +139,29 @@ class NativeRunner:
     def __del__(self) -> None:
         if getattr(self, "_model", None):
             self.close()
+
+    def _step_arguments(self, step: StepInput) -> Step:
+        if len(step.tap_layers) != self._tap_layers.shape[0] or tuple(self._tap_layers) != step.tap_layers:
+            self._tap_layers = np.array(step.tap_layers, np.int32)
+        if step.inputs is not None and step.inputs.shape != (step.num_tokens, self.config.hidden_size):
+            raise TypeError(f"a step's inputs are [tokens, {self.config.hidden_size}], got {step.inputs.shape}")
+        return Step(
+            _address(step.token_ids, np.int32),
+            _address(step.positions, np.int32),
+            _address(step.slots, np.int64),
+            _address(step.query_starts, np.int32),
+            _address(step.context_lens, np.int32),
+            _address(step.block_tables, np.int32),
+            _address(step.logit_rows, np.int32),
+            step.token_ids.shape[0],
+            step.context_lens.shape[0],
+            step.block_tables.shape[1],
+            step.logit_rows.shape[0],
+            None if step.inputs is None else _address(step.inputs, np.float32),
+            self._tap_layers.ctypes.data,
+            self._taps.ctypes.data,
+            len(step.tap_layers),
+        )
 
     def _attach_pool(self, memory: KvMemory) -> None:
         layout = memory.layout
@@ -175,23 +204,7 @@ def _create_model(library: ctypes.CDLL, config: ModelConfig, num_threads: int, i
     return int(model)
 
 
-def _step_arguments(step: StepInput) -> Step:
-    return Step(
-        _address(step.token_ids, np.int32),
-        _address(step.positions, np.int32),
-        _address(step.slots, np.int64),
-        _address(step.query_starts, np.int32),
-        _address(step.context_lens, np.int32),
-        _address(step.block_tables, np.int32),
-        _address(step.logit_rows, np.int32),
-        step.token_ids.shape[0],
-        step.context_lens.shape[0],
-        step.block_tables.shape[1],
-        step.logit_rows.shape[0],
-    )
-
-
-def _address(array: npt.NDArray[np.int32] | npt.NDArray[np.int64], dtype: type) -> int:
+def _address(array: npt.NDArray[Any], dtype: type) -> int:
     if array.dtype != dtype or not array.flags.c_contiguous:
         raise TypeError(f"a step's arrays are contiguous {dtype.__name__}, got {array.dtype} strides {array.strides}")
     return array.ctypes.data

@@ -35,6 +35,8 @@ class StepInput:
     `context_lens` [B]: KV tokens of each sequence after this step (cached + new).
     `block_tables` [B, W]: block ids in order of position; entries past the context are 0 and never read.
     `logit_rows` [R]: rows of the flattened batch whose logits are wanted, ascending.
+    `tap_layers`: layers after which the hidden states of those rows are wanted, ascending; none cost nothing.
+    `inputs` [T, hidden] float32, or None: what the first layer reads instead of the token ids' embeddings.
     """
 
     token_ids: Int32Array
@@ -44,6 +46,8 @@ class StepInput:
     context_lens: Int32Array
     block_tables: Int32Array
     logit_rows: Int32Array
+    tap_layers: tuple[int, ...] = ()
+    inputs: npt.NDArray[np.float32] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +64,7 @@ class StepOutput:
 
     logits: torch.Tensor
     hidden: torch.Tensor
+    taps: torch.Tensor | None = None
 
 
 class ModelRunner(Protocol):

@@ -69,7 +69,9 @@ class Decoder:
         positions = torch.from_numpy(step.positions).to(device)
         slots = torch.from_numpy(step.slots).to(device)
         plan = operations.plan_attention(step, self._attention_shape, pool)
-        residual = self._embedding.index_select(0, torch.from_numpy(step.token_ids).to(device))
+        rows = torch.from_numpy(step.logit_rows).to(device)
+        residual = self._embed(step, device)
+        taps: list[torch.Tensor] = []
         hidden = operations.add_rms_norm(residual, None, self._layers[0].attention_norm, eps)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, positions)
@@ -81,10 +83,18 @@ class Decoder:
             hidden = layer.down(operations.silu_multiply(layer.gate_up(hidden)))
             if index + 1 < len(self._layers):
                 hidden = operations.add_rms_norm(hidden, residual, self._layers[index + 1].attention_norm, eps)
-        rows = torch.from_numpy(step.logit_rows).to(device)
-        hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
-        hidden = operations.add_rms_norm(hidden, residual, self._final_norm, eps)
-        return StepOutput(logits=self._logits(hidden).float(), hidden=hidden)
+            else:
+                hidden, residual = hidden.index_select(0, rows), residual.index_select(0, rows)
+                hidden = operations.add_rms_norm(hidden, residual, self._final_norm, eps)
+            if index in step.tap_layers:  # the norm has just added the layer's output to the residual
+                is_last = index + 1 == len(self._layers)
+                taps.append(residual if is_last else residual.index_select(0, rows))
+        return StepOutput(self._logits(hidden).float(), hidden, torch.stack(taps, dim=1) if taps else None)
+
+    def _embed(self, step: StepInput, device: torch.device) -> torch.Tensor:
+        if step.inputs is not None:
+            return torch.from_numpy(step.inputs).to(device, self._embedding.dtype, copy=True)
+        return self._embedding.index_select(0, torch.from_numpy(step.token_ids).to(device))
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, positions: torch.Tensor

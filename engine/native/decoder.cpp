@@ -1,5 +1,6 @@
 #include "decoder.h"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -54,6 +55,7 @@ void Decoder::forward(const TandemStep& step, float* logits, size_t logits_strid
     embed(step);
     for (int i = 0; i < spec_.num_layers; ++i) {
         run_layer(step, i);
+        copy_taps(step, i);
         if (layer_done) layer_done(i);
     }
     compute_logits(step, logits, logits_stride, hidden);
@@ -67,7 +69,8 @@ void Decoder::check_step(const TandemStep& step) const {
     need(step.num_tokens >= 0 && step.num_sequences >= 0 && step.num_logit_rows >= 0, "negative sizes");
     const int64_t num_slots = pool_.num_blocks * pool_.block_tokens;
     for (int i = 0; i < step.num_tokens; ++i) {
-        need(step.token_ids[i] >= 0 && step.token_ids[i] < spec_.vocab_size, "a token id is outside the vocabulary");
+        need(step.inputs || (step.token_ids[i] >= 0 && step.token_ids[i] < spec_.vocab_size),
+             "a token id is outside the vocabulary");
         need(step.positions[i] >= 0, "a position is negative");
         need(step.slots[i] >= 0 && step.slots[i] < num_slots, "a slot is outside the KV pool");
     }
@@ -84,6 +87,8 @@ void Decoder::check_step(const TandemStep& step) const {
     }
     for (int i = 0; i < step.num_logit_rows; ++i)
         need(step.logit_rows[i] >= 0 && step.logit_rows[i] < step.num_tokens, "a logit row is outside the batch");
+    for (int i = 0; i < step.num_tap_layers; ++i)
+        need(step.tap_layers[i] >= 0 && step.tap_layers[i] < spec_.num_layers, "a tapped layer is outside the model");
 }
 
 void Decoder::reserve(int rows) {
@@ -129,8 +134,13 @@ void Decoder::compute_rotations(const TandemStep& step) {
 void Decoder::embed(const TandemStep& step) {
     const size_t stride = (size_t)padded(spec_.hidden_size);
     threads_.split(step.num_tokens, [&](int first, int last, int) {
-        for (int row = first; row < last; ++row)
-            kernels_.embed(embedding_, step.token_ids[row], work_.residual.data() + (size_t)row * stride);
+        for (int row = first; row < last; ++row) {
+            float* out = work_.residual.data() + (size_t)row * stride;
+            if (step.inputs)
+                std::copy_n(step.inputs + (size_t)row * spec_.hidden_size, spec_.hidden_size, out);
+            else
+                kernels_.embed(embedding_, step.token_ids[row], out);
+        }
     });
 }
 
@@ -265,6 +275,15 @@ void Decoder::run_layer(const TandemStep& step, int index) {
     multiply_gated(layer.gate_up, rows);
     multiply(layer.down, work_.activated.data(), (size_t)padded(spec_.intermediate_size), rows, work_.residual.data(),
              residual_stride, true);
+}
+
+void Decoder::copy_taps(const TandemStep& step, int layer) const {
+    const size_t stride = (size_t)padded(spec_.hidden_size), hidden = (size_t)spec_.hidden_size;
+    for (int tap = 0; tap < step.num_tap_layers; ++tap)
+        if (step.tap_layers[tap] == layer)
+            for (int i = 0; i < step.num_logit_rows; ++i)
+                std::copy_n(work_.residual.data() + (size_t)step.logit_rows[i] * stride, hidden,
+                            step.taps + ((size_t)i * step.num_tap_layers + tap) * hidden);
 }
 
 void Decoder::compute_logits(const TandemStep& step, float* logits, size_t logits_stride, float* hidden) {

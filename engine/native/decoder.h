@@ -70,6 +70,7 @@ class Decoder {
     void attend(const TandemStep& step, const KvLayer& kv);
     void add_attention_tasks(const TandemStep& step, const KvLayer& kv, int sequence);
     void run_layer(const TandemStep& step, int index);
+    void copy_taps(const TandemStep& step, int layer) const;
     void compute_logits(const TandemStep& step, float* logits, size_t logits_stride, float* hidden);
     KvLayer kv_layer(int index) const;
 

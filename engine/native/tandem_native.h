@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 4
+#define TANDEM_ABI_VERSION 5
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -69,7 +69,8 @@ typedef struct {
     int32_t is_bfloat16;  /* else float32 */
 } TandemKvPool;
 
-/* engine.step.StepInput: B sequences with T new tokens, R rows whose logits are wanted. */
+/* engine.step.StepInput: B sequences with T new tokens, R rows whose logits are wanted. `inputs` replaces the token
+ * ids' embeddings where it is not NULL. `taps` takes the residual stream after each of `tap_layers`, of the same R rows. */
 typedef struct {
     const int32_t* token_ids;    /* [T] */
     const int32_t* positions;    /* [T] */
@@ -79,6 +80,10 @@ typedef struct {
     const int32_t* block_tables; /* [B, table_width] */
     const int32_t* logit_rows;   /* [R] */
     int32_t num_tokens, num_sequences, table_width, num_logit_rows;
+    const float* inputs;         /* [T, hidden_size], or NULL */
+    const int32_t* tap_layers;   /* [num_tap_layers], ascending */
+    float* taps;                 /* [R, num_tap_layers, hidden_size] */
+    int32_t num_tap_layers;
 } TandemStep;
 
 /* Called on the stepping thread when a layer's KV of this step is in the pool. */
