@@ -136,9 +136,11 @@ class OpenAiClient:
         connection: _Connection | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                connection = self._reusable() or await self._connect()
-                self._busy.add(connection)
-                await connection.exchange(message, capture)
+                connection = self._reusable()
+                if connection is None or not await self._answered_when_reused(connection, message, capture):
+                    connection = await self._connect()
+                    self._busy.add(connection)
+                    await connection.exchange(message, capture)
         except TimeoutError:
             capture.failure = "timeout"
             capture.detail = f"no end of the answer within {self._timeout_s:g} s"
@@ -149,6 +151,19 @@ class OpenAiClient:
             if connection is not None:
                 self._busy.discard(connection)
                 self._put_back(connection)
+
+    async def _answered_when_reused(self, connection: _Connection, message: bytes, capture: StreamCapture) -> bool:
+        """False where a kept connection closes without a byte: the server had given it up while it lay idle, and has
+        not seen the request. Every other failure is raised."""
+        self._busy.add(connection)
+        try:
+            await connection.exchange(message, capture)
+        except ConnectionError:
+            if capture.http_status or capture.pieces:
+                raise
+            self._busy.discard(connection)
+            return False
+        return True
 
     def _reusable(self) -> _Connection | None:
         """The connection that was used last, unless the server has closed it or soon may."""

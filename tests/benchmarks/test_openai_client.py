@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -59,6 +60,27 @@ async def test_connections_are_kept_and_errors_keep_them() -> None:
             await client.send(PLANNED, capture)
         assert len(server._connections) == 1
     assert [capture.http_status for capture in captures] == [500, 200, 200]
+
+
+async def test_a_kept_connection_that_the_server_gave_up_is_replaced_once() -> None:
+    """Servers close what lies idle at a moment of their own: the request that finds it closed was never seen."""
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    requests: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = len(requests)
+        with contextlib.suppress(asyncio.IncompleteReadError), contextlib.closing(writer):
+            while await reader.readuntil(b"\r\n\r\n"):
+                requests.append(connection)
+                if requests.count(connection) > 1:
+                    break
+                writer.write(answer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, OpenAiClient(Endpoint(f"http://127.0.0.1:{port}", "none")) as client:
+        assert [await client.get_json("/v1/models") for _ in range(2)] == [{}, {}]
+    assert requests == [0, 0, 2]  # the second one came to the first connection, then to a new one
 
 
 async def test_no_server_and_no_end_are_failures_with_names() -> None:
