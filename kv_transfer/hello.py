@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 from tandem.v1 import common_pb2, handoff_pb2
 
+from cluster.block_hash import HASH_ALGORITHM
 from cluster.identity import Incarnation, WorkerId
 from cluster.kv_layout import KvLayout
 from kv_transfer.frame import DIGEST_ALGORITHM
 
 PROTOCOL_VERSION = 1
-HASH_ALGORITHM = "blake2b-128"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from kv_transfer.transport import Sender
 LAYOUT = KvLayout(num_layers=6, num_kv_heads=2, head_dim=8, dtype="float32", element_bytes=4, block_tokens=16)
 COSTS = LinkCosts(bytes_per_s=1e9, operation_s=1e-5)
 WAIT_S = 20.0
+POLL_S = 0.0001
 
 
 def refs(*blocks: int) -> tuple[BlockRef, ...]:
@@ -52,7 +52,7 @@ def wait_until(is_reached: Callable[[], bool], what: str) -> None:
     while not is_reached():
         if time.monotonic() > deadline:
             raise AssertionError(f"not reached in {WAIT_S} s: {what}")
-        threading.Event().wait(0.001)
+        time.sleep(POLL_S)
 
 
 @dataclass

@@ -29,7 +29,7 @@ from tests.kv_transfer.oracle import COSTS, LAYOUT, PushOutcome, assert_holds, m
 NUM_BLOCKS = 10
 MAX_PROMPT_BLOCKS = 4
 # TANDEM_FAULT_TRANSFERS asks for more, say 10000.
-NUM_DIRECT = int(os.environ.get("TANDEM_FAULT_TRANSFERS", "1500"))
+NUM_DIRECT = int(os.environ.get("TANDEM_FAULT_TRANSFERS", "2500"))
 NUM_ON_WIRES = max(150, NUM_DIRECT // 20)
 Connect = Callable[[LandingTable, KvMemory], Sender]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +23,16 @@ from tests.kv_transfer.handoff_world import World
 # 2 machines x 250 examples x 220 steps; TANDEM_HANDOFF_EXAMPLES asks for more.
 NUM_EXAMPLES = int(os.environ.get("TANDEM_HANDOFF_EXAMPLES", "250"))
 NUM_STEPS = 220
+MIN_STEPS = 50_000  # of each machine, at the default number of examples
+# Without Hypothesis between the steps: many more of them, none shrunk. TANDEM_HANDOFF_WALKS asks for more.
+NUM_WALKS = int(os.environ.get("TANDEM_HANDOFF_WALKS", "1500"))
 
 
 class FencedHandoff(RuleBasedStateMachine):
     """A transport whose receiver copies."""
 
     guarantee = CancelGuarantee.FENCED
+    num_steps = 0  # of all examples
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +40,7 @@ class FencedHandoff(RuleBasedStateMachine):
 
     @rule(choice=st.integers(0, 2**20))
     def step(self, choice: int) -> None:
+        type(self).num_steps += 1
         self.world.step(choice)
 
     def teardown(self) -> None:
@@ -50,6 +56,7 @@ class OneSidedHandoff(FencedHandoff):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("machine", [FencedHandoff, OneSidedHandoff])
 def test_no_order_of_faults_loses_a_block_or_lets_a_wrong_byte_through(machine: type[FencedHandoff]) -> None:
+    machine.num_steps = 0
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -60,6 +67,15 @@ def test_no_order_of_faults_loses_a_block_or_lets_a_wrong_byte_through(machine: 
             database=None,
         ),
     )
+    assert machine.num_steps >= MIN_STEPS * min(1, NUM_EXAMPLES / 250)
+
+
+@pytest.mark.timeout(3600)
+def test_nor_does_any_of_many_more_random_orders() -> None:
+    counts = _run_worlds(NUM_WALKS)
+    # A walk that never meets a fault would prove nothing.
+    for what in ("crashes", "decode crashes", "quarantines", "salvages", "destroyed endpoints", "stale frames"):
+        assert counts[what] > NUM_WALKS // 50, (what, counts)
 
 
 def _free_at_the_fence(transfer: DecodeTransfer, event: on.FenceClosed, now: float) -> decode_transfer.Outcome:
@@ -93,10 +109,14 @@ def test_the_world_finds_a_machine_that_breaks_a_rule(
         _run_worlds(400)
 
 
-def _run_worlds(num_worlds: int) -> None:
+def _run_worlds(num_worlds: int) -> Counter[str]:
+    """Invariants hold after each step, and everything is over after each walk; what the walks met."""
+    met: Counter[str] = Counter()
     for seed in range(num_worlds):
         choose = random.Random(seed)
         world = World(list(CancelGuarantee)[seed % 2])
         for _ in range(NUM_STEPS):
             world.step(choose.randrange(2**20))
         world.settle()
+        met.update(world.counts)
+    return met
