@@ -51,6 +51,9 @@ def sweep(
     seed: Seed = 0,
     dialect: DialectName = "tandem",
     api_key: ApiKey = "",
+    speculation: Annotated[
+        bool, typer.Option(help="also measure with drafts, where the cluster is started here")
+    ] = True,
     serve_flag: ServeFlag = [],  # noqa: B006  typer copies it
 ) -> None:
     """Find what the pools take alone and together, plan their ratio, write report.html.
@@ -78,7 +81,7 @@ def sweep(
             rates_per_s=_numbers(rates),
         )
         options = SweepOptions(
-            out, settings, url, control_url, _dialect(dialect), api_key, tuple(serve_flag), max_workers
+            out, settings, url, control_url, _dialect(dialect), api_key, tuple(serve_flag), max_workers, speculation
         )
         with _progress_bar() as progress:
             made, report = asyncio.run(run_sweep(options, progress))
@@ -232,17 +235,20 @@ def _refuse(message: str) -> None:
 def _progress_bar() -> Iterator[Progress]:
     """A bar with the time left, from the seconds that are planned to be measured."""
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     from benchmarks.sweep import Progress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
-    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("starting", total=1.0)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=1.0, left="")
 
         def report(what: str, done_s: float, total_s: float) -> None:
-            bar.update(task, description=what, completed=done_s, total=total_s)
+            # What is planned is measured in seconds, so what is left of it is the time left.
+            minutes, seconds = divmod(max(0, round(total_s - done_s)), 60)
+            left = f"at most {minutes}:{seconds:02} left"
+            bar.update(task, description=what, completed=done_s, total=max(total_s, 1e-9), left=left)
 
         yield Progress(report)
 
@@ -253,8 +259,11 @@ def _print_plan(made: PdPlan) -> None:
         f"one prefill worker {made.prefill_requests_per_s:.2f} requests/s, one decode worker "
         f"{made.decode_requests_per_s:.2f} requests/s: {made.ratio:.2f} prefill for each decode"
     )
-    if made.prediction_error is not None:
-        typer.echo(f"coupled check: {made.prediction_error:+.0%} against the prediction")
+    if made.check is not None:
+        typer.echo(
+            f"coupled check: {made.check.deployment} carried {made.check.measured_per_s:.2f} requests/s, predicted "
+            f"{made.check.predicted_per_s:.2f}: {made.check.share - 1:+.0%}"
+        )
     if made.warning:
         typer.echo(f"careful: {made.warning}")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from benchmarks.hardware_catalogue import DEVICES
 from benchmarks.hardware_prior import QUANTISATIONS, best_drafter, best_quantisation, capacity_prior, fit
 from benchmarks.model_arithmetic import MODELS
-from benchmarks.planner import PdPlan, TrafficShape, plan, write_plan
+from benchmarks.planner import CoupledCheck, PdPlan, plan, traffic_from_json, write_plan
+from benchmarks.pool_capacity import TrafficShape, equally_likely
 from benchmarks.sweep_store import SweepDirectoryError, read_manifest
 from benchmarks.traces import read_trace, shareable_tokens
 from deploy.autoscaler.capacity import CapacityModel
@@ -38,6 +39,7 @@ class PlanOptions:
     trace: Path | None
     max_workers: int
     out: Path | None
+    input_lengths: tuple[float, ...] = ()  # a trace's
 
 
 def make_plan(options: PlanOptions) -> tuple[PdPlan, list[str]]:
@@ -60,6 +62,7 @@ def _like_trace(options: PlanOptions, path: Path) -> PlanOptions:
     num_output = sum(request.output_tokens for request in trace)
     return replace(
         options,
+        input_lengths=equally_likely([request.input_tokens for request in trace]),
         input_tokens=num_input / len(trace),
         output_tokens=num_output / len(trace),
         hit_rate=sum(shareable_tokens(trace)) / num_input,
@@ -72,21 +75,22 @@ def _from_sweep(options: PlanOptions, directory: Path) -> tuple[PdPlan, Policy, 
     if not path.is_file():
         raise SweepDirectoryError(f"{directory} holds an unfinished sweep: run it again with the same --out")
     held = json.loads(path.read_text(encoding="utf-8"))
+    swept = traffic_from_json(held["traffic"])
     traffic = TrafficShape(
-        options.input_tokens or held["traffic"]["input_tokens"],
-        options.output_tokens or held["traffic"]["output_tokens"],
-        held["traffic"]["hit_rate"] if options.hit_rate < 0 else options.hit_rate,
+        options.input_tokens or swept.input_tokens,
+        options.output_tokens or swept.output_tokens,
+        swept.hit_rate if options.hit_rate < 0 else options.hit_rate,
+        options.input_lengths or (() if options.input_tokens else swept.input_lengths),
     )
     policy = Policy(
         slo=Slo(ttft_ms=options.ttft_ms or settings["ttft_ms"], itl_ms=options.tpot_ms or settings["tpot_ms"])
     )
     # The control was measured for the sweep's own workload and objective, and for no other.
-    is_same = traffic == TrafficShape(**held["traffic"]) and policy.slo == Slo(
-        ttft_ms=held["ttft_slo_ms"], itl_ms=held["itl_slo_ms"]
-    )
+    is_same = traffic == swept and policy.slo == Slo(ttft_ms=held["ttft_slo_ms"], itl_ms=held["itl_slo_ms"])
     control = held["aggregated_requests_per_s"] if is_same and held["is_aggregated_measured"] else None
     model = CapacityModel(**held["model"])
-    made = plan(traffic, model, policy, options.max_workers, held["provenance"], control)
+    check = CoupledCheck(**held["check"]) if is_same and held["check"] else None
+    made = plan(traffic, model, policy, options.max_workers, held["provenance"], control, check)
     notes = [] if control is not None else ["aggregated: by the model, no control was measured for this workload"]
     return made, policy, notes
 
@@ -105,6 +109,7 @@ def _from_catalogue(options: PlanOptions) -> tuple[PdPlan, Policy, list[str]]:
         options.input_tokens or DEFAULT_INPUT_TOKENS,
         options.output_tokens or DEFAULT_OUTPUT_TOKENS,
         max(0.0, options.hit_rate),
+        options.input_lengths,
     )
     policy = Policy(slo=Slo(ttft_ms=options.ttft_ms or DEFAULT_TTFT_MS, itl_ms=options.tpot_ms or DEFAULT_TPOT_MS))
     model = capacity_prior(shape, device, quantisation, options.num_devices)

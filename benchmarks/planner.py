@@ -1,8 +1,9 @@
 """How many prefill, how many decode, or neither: from timing models, a workload and an objective to a plan.
 
-    X_p   requests/s of one prefill worker within the TTFT objective     (deploy.autoscaler.capacity)
+    X_p   requests/s of one prefill worker within the TTFT objective     (pool_capacity)
     X_d   requests/s of one decode worker within the ITL objective
-    N_p / N_d = X_d / X_p; integers within a budget: the best min(P X_p, D X_d) per worker
+    N_p / N_d = X_d / X_p; integers within a budget: the best min(prefill pool, decode pool) per worker
+    coupled check: what 1P1D carried over what was predicted for it; the split is corrected by that
     aggregated: the same workers doing both; disaggregation is recommended from 1.05 x on
 
 The plan says when the objective cannot be met at all and why. Pure functions; only `write_plan` touches files.
@@ -11,6 +12,7 @@ The plan says when the objective cannot be met at all and why. Pure functions; o
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -18,11 +20,18 @@ from typing import Any
 
 import yaml
 
-from deploy.autoscaler.capacity import CapacityModel, decode_capacity, largest_batch, prefill_capacity
+from benchmarks.pool_capacity import (
+    TARGET_ATTAINMENT,
+    Objective,
+    TrafficShape,
+    decode_pool_capacity,
+    prefill_pool_capacity,
+    service_times_ms,
+)
+from deploy.autoscaler.capacity import CapacityModel, largest_batch
 from deploy.autoscaler.policy import Policy
-from deploy.autoscaler.signals import Demand
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Disaggregation has costs that no model holds (two pools to operate): below this gain it is not worth them.
 MIN_DISAGGREGATION_GAIN = 1.05
 # A measured capacity further from the prediction than this makes the plan say so.
@@ -36,25 +45,6 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class TrafficShape:
-    """Mean request of a workload."""
-
-    input_tokens: float
-    output_tokens: float
-    hit_rate: float = 0.0
-
-    @property
-    def demand(self) -> Demand:
-        """For one request a second."""
-        return Demand(
-            requests_per_s=1.0,
-            uncached_tokens_per_request=self.input_tokens * (1 - self.hit_rate),
-            cached_tokens_per_request=self.input_tokens * self.hit_rate,
-            output_tokens_per_request=self.output_tokens,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Split:
     """Workers of each role and what they carry."""
 
@@ -65,6 +55,21 @@ class Split:
     @property
     def per_worker(self) -> float:
         return self.requests_per_s / (self.prefill + self.decode)
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledCheck:
+    """What a deployment that was measured, 1P1D, carried against what the models said that it would."""
+
+    deployment: str
+    predicted_per_s: float
+    measured_per_s: float
+    measured_low_per_s: float
+    measured_high_per_s: float
+
+    @property
+    def share(self) -> float:
+        return self.measured_per_s / self.predicted_per_s if self.predicted_per_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +90,12 @@ class PdPlan:
     gain: float | None  # split per worker over aggregated per worker; None: aggregated carries nothing
     model: CapacityModel
     provenance: str  # where the coefficients come from
-    measured_requests_per_s: float | None = None  # of the split, in the coupled check
+    check: CoupledCheck | None = None
 
     @property
     def prediction_error(self) -> float | None:
-        """Measured over predicted, less one."""
-        if self.measured_requests_per_s is None or self.split is None:
-            return None
-        return self.measured_requests_per_s / self.split.requests_per_s - 1
+        """Measured over predicted, less one; None without a check."""
+        return None if self.check is None else self.check.share - 1
 
     @property
     def warning(self) -> str:
@@ -113,38 +116,22 @@ def plan(
     max_workers: int,
     provenance: str,
     measured_aggregated_per_s: float | None = None,
+    check: CoupledCheck | None = None,
 ) -> PdPlan:
     """The best split of at most `max_workers` workers. `measured_aggregated_per_s` is the control's, per worker."""
     if max_workers < 2:
         raise ValueError(f"max_workers is {max_workers}: a prefill and a decode worker are two")
-    demand = traffic.demand
-    x_p, x_d = prefill_capacity(demand, model, policy), decode_capacity(demand, model, policy)
+    prefill_of, decode_of = pool_capacities(traffic, model, policy)
+    x_p, x_d = prefill_of(1), decode_of(1)
     aggregated = (
         aggregated_capacity(traffic, model, policy) if measured_aggregated_per_s is None else measured_aggregated_per_s
     )
-    split = best_split(x_p, x_d, max_workers)
-    gain = split.per_worker / aggregated if aggregated > 0 else None
     obstacle = infeasible_because(traffic, model, policy)
-    if obstacle:
-        verdict, reason = Verdict.INFEASIBLE, obstacle
-    elif gain is None:
-        verdict = Verdict.DISAGGREGATE
-        reason = (
-            f"{split.prefill}P{split.decode}D is predicted to carry {split.per_worker:.2f} requests/s a worker; "
-            "aggregated workers met the objective at no rate that was tried"
-        )
-    elif gain < MIN_DISAGGREGATION_GAIN:
-        verdict = Verdict.AGGREGATE
-        reason = (
-            f"{split.prefill}P{split.decode}D carries {split.per_worker:.2f} requests/s a worker, an aggregated worker "
-            f"{aggregated:.2f}: {gain:.2f} x, below {MIN_DISAGGREGATION_GAIN} x"
-        )
-    else:
-        verdict = Verdict.DISAGGREGATE
-        reason = (
-            f"{split.prefill}P{split.decode}D carries {split.per_worker:.2f} requests/s a worker, "
-            f"{gain:.2f} x an aggregated worker's {aggregated:.2f}"
-        )
+    split = None if obstacle else best_split(prefill_of, decode_of, max_workers)
+    if split is not None and check is not None and check.measured_per_s > 0:
+        split = replace(split, requests_per_s=split.requests_per_s * check.share)
+    gain = split.per_worker / aggregated if split is not None and aggregated > 0 else None
+    verdict, reason = _verdict(split, gain, aggregated, obstacle)
     return PdPlan(
         verdict=verdict,
         reason=reason,
@@ -154,29 +141,55 @@ def plan(
         prefill_requests_per_s=x_p,
         decode_requests_per_s=x_d,
         ratio=prefill_per_decode(x_p, x_d),
-        split=None if obstacle else split,
+        split=split,
         aggregated_requests_per_s=aggregated,
         is_aggregated_measured=measured_aggregated_per_s is not None,
         gain=gain,
         model=model,
         provenance=provenance,
+        check=check,
     )
 
 
+PoolCapacity = Callable[[int], float]  # workers of one pool -> requests a second
+
+
+def pool_capacities(traffic: TrafficShape, model: CapacityModel, policy: Policy) -> tuple[PoolCapacity, PoolCapacity]:
+    """What prefill and decode pools of any size carry within the policy's objective."""
+    objective = Objective(policy.slo.ttft_ms, policy.slo.itl_ms)
+    return (
+        lambda num_workers: prefill_pool_capacity(traffic, model, objective, num_workers),
+        lambda num_workers: decode_pool_capacity(traffic, model, objective, num_workers, policy.kv_utilisation),
+    )
+
+
+def _verdict(split: Split | None, gain: float | None, aggregated: float, obstacle: str) -> tuple[Verdict, str]:
+    if split is None:
+        return Verdict.INFEASIBLE, obstacle
+    name, carried = f"{split.prefill}P{split.decode}D", f"{split.per_worker:.3g} requests/s a worker"
+    if gain is None:
+        return Verdict.DISAGGREGATE, (
+            f"{name} is predicted to carry {carried}; aggregated workers met the objective at no rate that was tried"
+        )
+    if gain < MIN_DISAGGREGATION_GAIN:
+        return Verdict.AGGREGATE, (
+            f"{name} carries {carried}, an aggregated worker {aggregated:.3g}: {gain:.2f} x, "
+            f"below {MIN_DISAGGREGATION_GAIN} x"
+        )
+    return Verdict.DISAGGREGATE, f"{name} carries {carried}, {gain:.2f} x an aggregated worker's {aggregated:.3g}"
+
+
 def prefill_per_decode(prefill_requests_per_s: float, decode_requests_per_s: float) -> float:
-    """Prefill workers for each decode worker so that neither waits for the other."""
-    return decode_requests_per_s / prefill_requests_per_s
+    """Prefill workers for each decode worker so that neither waits for the other; 0 where nothing can be prefilled."""
+    return decode_requests_per_s / prefill_requests_per_s if prefill_requests_per_s > 0 else 0.0
 
 
-def decode_requests_per_s(batch: int, tpot_ms: float, output_tokens: float) -> float:
-    """Requests a second of one decode worker that keeps `batch` sequences busy."""
-    return batch / (output_tokens * tpot_ms / 1e3)
-
-
-def best_split(prefill_requests_per_s: float, decode_requests_per_s: float, max_workers: int) -> Split:
+def best_split(prefill_of: PoolCapacity, decode_of: PoolCapacity, max_workers: int) -> Split:
     """Integers with P + D <= max_workers: the most requests a second per worker, then in all; of equals the fewest."""
+    carried_prefill = [prefill_of(num_workers) for num_workers in range(1, max_workers)]
+    carried_decode = [decode_of(num_workers) for num_workers in range(1, max_workers)]
     splits = [
-        Split(prefill, decode, min(prefill * prefill_requests_per_s, decode * decode_requests_per_s))
+        Split(prefill, decode, min(carried_prefill[prefill - 1], carried_decode[decode - 1]))
         for prefill in range(1, max_workers)
         for decode in range(1, max_workers - prefill + 1)
     ]
@@ -186,15 +199,17 @@ def best_split(prefill_requests_per_s: float, decode_requests_per_s: float, max_
 
 def infeasible_because(traffic: TrafficShape, model: CapacityModel, policy: Policy) -> str:
     """Why no number of workers meets the objective; empty when some does."""
-    demand = traffic.demand
-    compute_ms = model.prefill_ms(demand.uncached_tokens_per_request, demand.cached_tokens_per_request)
+    times_ms = service_times_ms(traffic, model)
+    # The shortest prompts are nine tenths of all at this one: it must be in time on an idle worker.
+    place = min(len(times_ms) - 1, int(TARGET_ATTAINMENT * len(times_ms)))
+    compute_ms, length = float(times_ms[place]), sorted(traffic.lengths)[place]
     if compute_ms + model.exposed_transfer_ms > policy.slo.ttft_ms:
         return (
-            f"a prompt of {demand.uncached_tokens_per_request:.0f} uncached tokens takes {compute_ms:.0f} ms of "
+            f"a prompt of {length * (1 - traffic.hit_rate):.0f} uncached tokens takes {compute_ms:.0f} ms of "
             f"prefill and {model.exposed_transfer_ms:.0f} ms of transfer on an idle worker; the TTFT objective is "
             f"{policy.slo.ttft_ms:.0f} ms: shorten prompts, raise the hit rate, or use a faster device"
         )
-    context = traffic.input_tokens + traffic.output_tokens / 2
+    context = traffic.context_tokens
     if model.tpot_ms(1, context) > policy.slo.itl_ms:
         return (
             f"one sequence alone takes {model.tpot_ms(1, context):.1f} ms a token; the ITL objective is "
@@ -211,9 +226,8 @@ def aggregated_capacity(traffic: TrafficShape, model: CapacityModel, policy: Pol
     A request costs its prefill and its share of decode steps. The batch is what fits while each step also carries its
     share of prefill: batch B gives B / (out TPOT) requests a second, so a step computes B t_p / out of prefill beside.
     """
-    demand = traffic.demand
-    service_ms = model.prefill_ms(demand.uncached_tokens_per_request, demand.cached_tokens_per_request)
-    context = traffic.input_tokens + traffic.output_tokens / 2
+    service_ms = float(service_times_ms(traffic, model).mean())
+    context = traffic.context_tokens
     outputs = max(traffic.output_tokens, 1.0)
     # Each sequence of the batch brings its own share of prefill into every step: the model with a larger beta.
     loaded = replace(model, beta_ms=model.beta_ms + service_ms * model.accepted_tokens / outputs)
@@ -238,6 +252,11 @@ def write_plan(directory: Path, pd_plan: PdPlan, policy: Policy) -> tuple[Path, 
     plan_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     policy_path.write_text(_policy_text(pd_plan, policy), encoding="utf-8")
     return plan_path, policy_path
+
+
+def traffic_from_json(row: dict[str, Any]) -> TrafficShape:
+    """As `pd_plan.json` holds it."""
+    return TrafficShape(**row | {"input_lengths": tuple(row["input_lengths"])})
 
 
 def _policy_text(pd_plan: PdPlan, policy: Policy) -> str:

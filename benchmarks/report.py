@@ -12,10 +12,23 @@ from typing import Any
 from benchmarks.knee import capacity_at_slo, first_violation, saturation
 from benchmarks.report_figures import FIGURES, SweepData
 from benchmarks.statistics import Interval
-from benchmarks.sweep import CONTROL, COUPLED, PREFILL_RATE, rate_points
+from benchmarks.sweep import (
+    CONTROL,
+    COUPLED,
+    DRIFT,
+    INTERFERENCE,
+    PREFILL_RATE,
+    PREFILL_TIME,
+    drift_share,
+    prefill_sample,
+    rate_points,
+    slow_down,
+)
 from benchmarks.sweep_store import Point, read_manifest, read_points
+from benchmarks.timing_fit import fit_prefill
 
 PNG_DPI = 110
+MAX_DRIFT = 0.15
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1c1c1c; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
@@ -79,16 +92,35 @@ def _verdict(data: SweepData) -> str:
         f"One prefill worker carries {plan['prefill_requests_per_s']:.2f} requests/s, one decode worker "
         f"{plan['decode_requests_per_s']:.2f}: {plan['ratio']:.2f} prefill for each decode.",
     ]
-    if plan["measured_requests_per_s"] is not None:
+    if (check := plan["check"]) is not None:
         lines.append(
-            f"Coupled check: measured {plan['measured_requests_per_s']:.2f} requests/s, "
-            f"{plan['prediction_error']:+.0%} against the prediction."
+            f"Coupled check: {_text(check['deployment'])} carried {check['measured_per_s']:.2f} requests/s "
+            f"[{check['measured_low_per_s']:.2f}, {check['measured_high_per_s']:.2f}], predicted "
+            f"{check['predicted_per_s']:.2f}: {plan['prediction_error']:+.0%}."
         )
+    lines += _machine_lines(data)
     if plan["warning"]:
         lines.append(f"<span class=bad>Careful: {_text(plan['warning'])}.</span>")
     if not plan["is_aggregated_measured"]:
         lines.append("The aggregated figure is the model's: no control was measured.")
     return f"<div class=verdict>{'<br>'.join(lines)}</div>"
+
+
+def _machine_lines(data: SweepData) -> list[str]:
+    """What the machine did to the measurements."""
+    lines = []
+    if data.of(INTERFERENCE) and data.of(PREFILL_TIME):
+        alone = fit_prefill([prefill_sample(point) for point in data.of(PREFILL_TIME)])
+        slower = max(slow_down(point, alone) for point in data.of(INTERFERENCE))
+        lines.append(
+            f"Prompts took {slower:.2f} times as long beside decoding sequences as alone; the plan counts that."
+        )
+    if len(data.of(DRIFT)) > 1 and abs(drift := drift_share(data.of(DRIFT))) > MAX_DRIFT:
+        lines.append(
+            f"<span class=bad>The same prompt took {drift:+.0%} longer at the end than at the start: this machine was "
+            "not the same all the while, so compare with care.</span>"
+        )
+    return lines
 
 
 def _knees(data: SweepData) -> str:

@@ -10,9 +10,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.sweep import CONTROL, COUPLED, DECODE_STEP, PREFILL_TIME
+from benchmarks.planner import pool_capacities, traffic_from_json
+from benchmarks.sweep import CONTROL, COUPLED, DECODE_STEP, PREFILL_TIME, SIMULATED, SPECULATION
 from benchmarks.sweep_store import Point
 from benchmarks.ttft_stages import STAGES
+from deploy.autoscaler.capacity import CapacityModel
+from deploy.autoscaler.policy import Policy, Slo
 
 # Readable for the colour-blind (Okabe and Ito), in order of use.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
@@ -120,26 +123,62 @@ def ttft_attribution(data: SweepData) -> Figure | None:
 
 
 def ratio_heat_map(data: SweepData) -> Figure | None:
-    """Predicted requests/s per worker of every split."""
-    if data.plan is None:
+    """Predicted requests/s per worker of every split; simulated where the directory holds simulated splits."""
+    if data.plan is None or data.plan["split"] is None:
         return None
-    x_p, x_d = data.plan["prefill_requests_per_s"], data.plan["decode_requests_per_s"]
-    workers = np.arange(1, MAX_HEAT_WORKERS + 1)
-    prefill, decode = np.meshgrid(workers, workers)
-    carried = np.minimum(prefill * x_p, decode * x_d) / (prefill + decode)
-    figure, (panel,) = _panels(1, (5.6, 4.6))
+    simulated = {
+        (int(p.params["prefill"]), int(p.params["decode"])): p.measured["requests_per_s"] for p in data.of(SIMULATED)
+    }
+    traffic, model = traffic_from_json(data.plan["traffic"]), CapacityModel(**data.plan["model"])
+    slo = Slo(ttft_ms=data.plan["ttft_slo_ms"], itl_ms=data.plan["itl_slo_ms"])
+    prefill_of, decode_of = pool_capacities(traffic, model, Policy(slo=slo))
+    sizes = range(1, MAX_HEAT_WORKERS + 1)
+    carried = np.array(
+        [
+            [
+                simulated.get((prefill, decode), min(prefill_of(prefill), decode_of(decode))) / (prefill + decode)
+                for prefill in sizes
+            ]
+            for decode in sizes
+        ]
+    )
+    figure, (panel,) = _panels(1, (6.4, 5.2))
     image = panel.imshow(carried, origin="lower", cmap="cividis", extent=(0.5, MAX_HEAT_WORKERS + 0.5) * 2)
-    for row in range(1, MAX_HEAT_WORKERS + 1):
-        for column in range(1, MAX_HEAT_WORKERS + 1):
+    for row in sizes:
+        for column in sizes:
             value = carried[row - 1, column - 1]
             colour = "black" if value > 0.6 * carried.max() else "white"
-            panel.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=6, color=colour)
+            text = f"{value:.2f}" + ("s" if (column, row) in simulated else "")
+            panel.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
     split = data.plan["split"]
-    if split is not None and max(split["prefill"], split["decode"]) <= MAX_HEAT_WORKERS:
+    if max(split["prefill"], split["decode"]) <= MAX_HEAT_WORKERS:
         panel.plot(split["prefill"], split["decode"], "s", markersize=22, fillstyle="none", color="#d55e00")
     panel.set_xlabel("prefill workers")
     panel.set_ylabel("decode workers")
-    figure.colorbar(image, ax=panel, label="predicted requests/s per worker")
+    panel.grid(visible=False)
+    figure.colorbar(image, ax=panel, label="requests/s per worker: predicted by the models (s: simulated)")
+    return figure
+
+
+def speculation(data: SweepData) -> Figure | None:
+    """Time per token with and without drafts."""
+    points = data.of(SPECULATION)
+    if not points:
+        return None
+    figure, (panel,) = _panels(1)
+    for place, deployment in enumerate(sorted({point.deployment for point in points})):
+        chosen = [point for point in points if point.deployment == deployment]
+        panel.plot(
+            [point.params["batch"] for point in chosen],
+            [point.measured["tpot_ms"] for point in chosen],
+            "o-",
+            color=COLOURS[place],
+            label=deployment if "speculation" in deployment else f"{deployment}, no drafts",
+        )
+    panel.set_xlabel("sequences in flight")
+    panel.set_ylabel("median ms a token, text that repeats itself")
+    panel.set_ylim(bottom=0)
+    panel.legend(fontsize=7)
     return figure
 
 
@@ -183,6 +222,7 @@ FIGURES: dict[str, tuple[str, Callable[[SweepData], Figure | None]]] = {
     "pareto": ("Tokens/s/user against tokens/s/worker", pareto),
     "ttft_attribution": ("Where the time to the first token goes", ttft_attribution),
     "ratio_heat_map": ("Prefill : decode", ratio_heat_map),
+    "speculation": ("Speculation", speculation),
     "timing_fits": ("Timing models", timing_fits),
 }
 

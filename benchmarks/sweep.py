@@ -1,9 +1,12 @@
 """The saturation sweep: what the pools take alone, what they carry together, what the same workers carry aggregated.
 
-    prefill and decode grids  ->  timing fits  ->  predicted X_p, X_d
+    prefill and decode grids  ->  timing fits
+    interference: the same prompts beside decoding sequences  ->  predicted X_p, X_d
     prefill alone: bisection   ->  measured X_p
     coupled: shares of the prediction, bisection, confirmation  ->  capacity, knees
+    drift: one prompt timed at the start and at the end  ->  whether the machine stayed the same
     aggregated control: the same search on the same number of workers
+    speculation: closed loops with and without drafts
     -> plan (`planner`), report (`report`)
 
 Every point is stored when it is done; a sweep that was interrupted goes on. This file orders the measurements; what one
@@ -18,33 +21,37 @@ from functools import partial
 
 from benchmarks.capacity_search import Phase, Probe, max_probes, next_probe
 from benchmarks.knee import RatePoint
+from benchmarks.planner import pool_capacities
+from benchmarks.pool_capacity import decode_requests_per_s, service_times_ms
 from benchmarks.run_summary import Flag
 from benchmarks.statistics import Interval
 from benchmarks.sweep_measurements import (
     Measured,
     Target,
     measure_decode,
+    measure_drift,
+    measure_interference,
     measure_prefill,
     measure_rate,
+    measure_speculation,
     prefill_only,
 )
 from benchmarks.sweep_settings import SweepSettings
 from benchmarks.sweep_store import Point, SweepStore, point_key
 from benchmarks.timing_fit import PrefillSample, StepSample, TimingFit, fit_decode, fit_prefill
 from benchmarks.workload import Workload
-from deploy.autoscaler.capacity import CapacityModel, decode_capacity, prefill_capacity
+from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.policy import Policy
 from deploy.autoscaler.policy import Slo as PolicySlo
-from deploy.autoscaler.signals import Demand
 
 PREFILL_TIME, DECODE_STEP = "prefill_time", "decode_step"
+INTERFERENCE, DRIFT, SPECULATION = "interference", "drift", "speculation"
 PREFILL_RATE, COUPLED, CONTROL = "prefill_rate", "coupled", "control"
+SIMULATED = "simulated"
 # Of a point that is no open-loop run, for the time left.
 GRID_POINT_S = 3.0
 # Nobody knows a pool's size where the server does not say: then KV never binds.
 UNKNOWN_KV_TOKENS = 1 << 40
-# The search starts here around its prediction, and goes on upwards.
-SEARCH_SHARES = (0.5, 0.75, 1.0, 1.25, 1.6)
 
 
 class Progress:
@@ -65,11 +72,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PoolTimings:
-    """The fits of a deployment's pools and the model that they make."""
+    """The fits of a deployment's pools, how much the pools slow each other down, and the model that they make."""
 
     prefill: TimingFit
     decode: TimingFit
-    model: CapacityModel
+    interference: float  # prefill time beside decoding sequences over prefill time alone, at least 1
+    model: CapacityModel  # of the pools while both work
 
 
 class Sweep:
@@ -80,14 +88,20 @@ class Sweep:
         self._store = store
         self._progress = progress
 
-    def plan_time(self, *, has_control: bool) -> None:
+    def plan_time(self, *, has_control: bool, has_speculation: bool) -> None:
         """Tells the progress how long everything takes at most."""
         settings = self.settings
         grid = len(settings.prefill_lengths) * len(settings.prefill_hit_rates)
         grid += len(settings.decode_batches) * len(settings.decode_contexts)
+        grid += 3 + 2 * len(settings.speculation_batches) * has_speculation
         searches = 3 if has_control else 2
-        runs = searches * max_probes(SEARCH_SHARES, settings.resolution) + len(settings.rate_shares)
-        self._progress.plan(grid * GRID_POINT_S + runs * settings.run_s)
+        shares = len(settings.rates_per_s or settings.rate_shares)
+        self._progress.plan(grid * GRID_POINT_S + shares * settings.run_s + searches * self._search_s)
+
+    @property
+    def _search_s(self) -> float:
+        """Of one search, at most."""
+        return max_probes(self.settings.search_shares, self.settings.resolution) * self.settings.run_s
 
     async def measure_timings(self, target: Target, kv_tokens: int, max_batch: int) -> PoolTimings:
         """Both grids and their fits. `kv_tokens`: of one decode worker's pool."""
@@ -108,17 +122,40 @@ class Sweep:
                     {"batch": float(batch), "context": float(context)},
                     partial(measure_decode, target, settings, batch, context),
                 )
+        length = round(settings.workload.input_tokens.mean)
+        await self._grid_point(
+            INTERFERENCE,
+            target,
+            {"input": float(length), "batch": float(settings.interference_batch)},
+            partial(measure_interference, target, settings, length),
+        )
+        await self.measure_drift(target, 0)
         return self.timings(target.deployment, kv_tokens, max_batch)
+
+    async def measure_drift(self, target: Target, turn: int) -> None:
+        """The same prompt's time at another moment: whether the machine is still as it was when the grids ran."""
+        length = round(self.settings.workload.input_tokens.mean)
+        await self._grid_point(
+            DRIFT,
+            target,
+            {"input": float(length), "turn": float(turn)},
+            partial(measure_drift, target, self.settings, length, turn),
+        )
+
+    async def measure_speculation(self, target: Target) -> None:
+        """Time per token of text that repeats itself, at each batch."""
+        for batch in self.settings.speculation_batches:
+            await self._grid_point(
+                SPECULATION,
+                target,
+                {"batch": float(batch)},
+                partial(measure_speculation, target, self.settings, batch),
+            )
 
     def timings(self, deployment: str, kv_tokens: int, max_batch: int) -> PoolTimings:
         """The fits of what the store holds."""
         prefill_points = self._store.points(PREFILL_TIME, deployment)
-        prefill = fit_prefill(
-            [
-                PrefillSample(p.measured["uncached"], p.measured["cached"], p.measured["prefill_ms"])
-                for p in prefill_points
-            ]
-        )
+        prefill = fit_prefill([prefill_sample(point) for point in prefill_points])
         decode = fit_decode(
             [
                 StepSample(p.params["batch"], p.measured["kv_tokens"], p.measured["step_ms"])
@@ -126,11 +163,12 @@ class Sweep:
             ]
         )
         exposed = [p.stages_ms["exposed_transfer"] for p in prefill_points if p.stages_ms]
+        slower = max((slow_down(p, prefill) for p in self._store.points(INTERFERENCE, deployment)), default=1.0)
         (c0, c1, c2), (alpha, beta, gamma) = prefill.coefficients, decode.coefficients
         model = CapacityModel(
-            c0_ms=c0,
-            c1_ms=c1,
-            c2_ms=c2,
+            c0_ms=c0 * slower,
+            c1_ms=c1 * slower,
+            c2_ms=c2 * slower,
             alpha_ms=alpha,
             beta_ms=beta,
             gamma_ms=gamma,
@@ -138,7 +176,7 @@ class Sweep:
             max_batch=max_batch or self.settings.max_batch,
             exposed_transfer_ms=sorted(exposed)[len(exposed) // 2] if exposed else 0.0,
         )
-        return PoolTimings(prefill, decode, model)
+        return PoolTimings(prefill, decode, slower, model)
 
     async def search_prefill(self, target: Target, predicted_per_s: float) -> float:
         """Measured X_p: the highest Poisson rate of one-token answers within the objective."""
@@ -156,11 +194,14 @@ class Sweep:
         return await self._search(CONTROL, target, self.settings.workload, predicted_per_s)
 
     async def _search(self, stage: str, target: Target, workload: Workload, predicted_per_s: float) -> float:
-        grid = [share * predicted_per_s for share in SEARCH_SHARES]
+        grid = [share * predicted_per_s for share in self.settings.search_shares]
+        planned_s = self._search_s
         # What the shares have shown already, in this run or in an earlier one.
         probes = [_probe(point) for point in self._store.points(stage, target.deployment)]
         while (step := next_probe(grid, probes, self.settings.resolution)).phase is not Phase.DONE:
             probes.append(_probe(await self._rate(stage, target, workload, step.rate_per_s, step.repeat)))
+            planned_s -= self.settings.duration_s(step.rate_per_s)
+        self._progress.plan(-planned_s)  # fewer runs than it could have taken, or longer ones
         return step.rate_per_s
 
     async def _rate(self, stage: str, target: Target, workload: Workload, rate_per_s: float, repeat: int) -> Point:
@@ -196,20 +237,10 @@ def rate_points(points: Sequence[Point]) -> list[RatePoint]:
             achieved_per_s=point.summary["achieved_per_s"],
             attainment=Interval(**point.summary["attainment"]),
             flags=frozenset(Flag(flag) for flag in point.summary["flags"]),
+            num_requests=point.summary["num_offered"],
         )
         for point in points
     ]
-
-
-def mean_demand(settings: SweepSettings) -> Demand:
-    """The nominal workload's mean request, one a second."""
-    workload = settings.workload
-    return Demand(
-        requests_per_s=1.0,
-        uncached_tokens_per_request=workload.input_tokens.mean * (1 - workload.hit_rate),
-        cached_tokens_per_request=workload.input_tokens.mean * workload.hit_rate,
-        output_tokens_per_request=workload.output_tokens.mean,
-    )
 
 
 def sweep_policy(settings: SweepSettings) -> Policy:
@@ -218,9 +249,36 @@ def sweep_policy(settings: SweepSettings) -> Policy:
 
 
 def predicted_capacities(settings: SweepSettings, model: CapacityModel) -> tuple[float, float]:
-    """X_p and X_d by the fitted models, requests a second of one worker each."""
-    demand, policy = mean_demand(settings), sweep_policy(settings)
-    return prefill_capacity(demand, model, policy), decode_capacity(demand, model, policy)
+    """X_p and X_d by the fitted models, requests a second of one worker each. Where the models say that the objective
+    cannot be met, the search still needs a place to start: what the workers carry at half load."""
+    prefill_of, decode_of = pool_capacities(settings.traffic, model, sweep_policy(settings))
+    service_ms = float(service_times_ms(settings.traffic, model).mean())
+    step_ms = model.tpot_ms(1, settings.traffic.context_tokens)
+    x_d = decode_of(1) or decode_requests_per_s(1, step_ms, settings.traffic.output_tokens)
+    return prefill_of(1) or 500 / service_ms, x_d
+
+
+def prediction_of_1p1d(settings: SweepSettings, model: CapacityModel) -> float:
+    """What the models say that a pair of workers carries within the objective; 0: nothing."""
+    prefill_of, decode_of = pool_capacities(settings.traffic, model, sweep_policy(settings))
+    return min(prefill_of(1), decode_of(1))
+
+
+def drift_share(points: Sequence[Point]) -> float:
+    """How much slower (above 0) or faster the same prompt was at the end than at the start."""
+    times = [point.measured["prefill_ms"] for point in sorted(points, key=lambda point: point.params["turn"])]
+    return times[-1] / times[0] - 1 if len(times) > 1 else 0.0
+
+
+def prefill_sample(point: Point) -> PrefillSample:
+    return PrefillSample(point.measured["uncached"], point.measured["cached"], point.measured["prefill_ms"])
+
+
+def slow_down(point: Point, alone: TimingFit) -> float:
+    """A prompt's time over what the fit says of it alone, at least 1."""
+    c0, c1, c2 = alone.coefficients
+    uncached, cached = point.measured["uncached"], point.measured["cached"]
+    return max(1.0, point.measured["prefill_ms"] / (c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)))
 
 
 def _probe(point: Point) -> Probe:

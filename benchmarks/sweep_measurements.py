@@ -7,22 +7,33 @@ decode alone sends prompts whose KV the decode worker has in its prefix cache, s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.arrivals import ArrivalProcess, arrival_times
-from benchmarks.load_run import RunLimits, Sender, run_closed_loop, run_open_loop
+from benchmarks.load_run import LoadRun, RunLimits, Sender, run_closed_loop, run_open_loop
 from benchmarks.request_record import RequestRecord
 from benchmarks.run_summary import RunSummary, summarise, to_json
 from benchmarks.statistics import percentile
 from benchmarks.sweep_settings import SweepSettings, mixed_seed
 from benchmarks.sweep_store import Point
 from benchmarks.ttft_stages import STAGES
-from benchmarks.workload import LengthLaw, PlannedRequest, Workload, block_token_ids, plan_synthetic
+from benchmarks.workload import ChatMessage, LengthLaw, PlannedRequest, Workload, block_token_ids, plan_synthetic
 
 POINT_TIMEOUT_S = 300.0
+# A background stream's length, and how often it may start over while the prompts beside it are timed.
+BACKGROUND_TOKENS = 128
+MAX_BACKGROUND_ROUNDS = 64
+# Text whose answer repeats it: editing and quoting, where drafts come from the prompt.
+REPEATING_PROMPTS = (
+    "Repeat this list word for word, then repeat it again: red apple, green pear, yellow banana, blue plum.",
+    "Copy this code exactly, twice: def add(a, b): return a + b; def sub(a, b): return a - b;",
+    "Write the numbers from 1 to 60 in order, separated by commas, without any other words.",
+    "Say this sentence five times, each time on its own line: The quick brown fox jumps over the lazy dog.",
+)
 
 
 class MeasurementFailed(RuntimeError):
@@ -59,17 +70,61 @@ async def measure_prefill(target: Target, settings: SweepSettings, length: int, 
         for repeat in range(settings.repeats + 1)
     ]
     run = await run_closed_loop(plan, target.sender, concurrency=1, num_warmup=1, timeout_s=POINT_TIMEOUT_S)
+    return _prefill_point("prefill_time", target, params, settings, run)
+
+
+async def measure_drift(target: Target, settings: SweepSettings, length: int, turn: int) -> Measured:
+    """Time of one prompt on an idle server, at the `turn`-th moment of the sweep."""
+    plan = _prompts(target, settings, "drift", length, 3 * settings.repeats, turn)
+    run = await run_closed_loop(plan, target.sender, concurrency=1, num_warmup=1, timeout_s=POINT_TIMEOUT_S)
+    return _prefill_point("drift", target, {"input": float(length), "turn": float(turn)}, settings, run)
+
+
+async def measure_interference(target: Target, settings: SweepSettings, length: int) -> Measured:
+    """Time of one prompt beside sequences that decode all the while. Where pools share cores, memory or links it is
+    longer than alone, and what is predicted for both together must know."""
+    batch = settings.interference_batch
+    params = {"input": float(length), "batch": float(batch)}
+    prompt = _prompts(target, settings, "beside", settings.input_low, 1)[0]
+    stream = replace(prompt, output_tokens=BACKGROUND_TOKENS)
+    streams = [replace(stream, index=place) for place in range(batch)]
+    plan = _prompts(target, settings, "interference", length, 3 * settings.repeats)
+    background = asyncio.create_task(
+        run_closed_loop(streams * MAX_BACKGROUND_ROUNDS, target.sender, batch, 0, POINT_TIMEOUT_S)
+    )
+    try:
+        run = await run_closed_loop(plan, target.sender, concurrency=1, num_warmup=1, timeout_s=POINT_TIMEOUT_S)
+    finally:
+        background.cancel()
+        await asyncio.gather(background, return_exceptions=True)
+    return _prefill_point("interference", target, params, settings, run)
+
+
+async def measure_speculation(target: Target, settings: SweepSettings, batch: int) -> Measured:
+    """Time per token of answers that repeat their prompt in part, `batch` at a time: what drafts can guess."""
+    params = {"batch": float(batch)}
+    plan = [
+        PlannedRequest(
+            place,
+            0.0,
+            settings.decode_tokens * 2,
+            messages=(ChatMessage("user", REPEATING_PROMPTS[place % len(REPEATING_PROMPTS)]),),
+            shareable_tokens=None,
+        )
+        for place in range(batch + max(batch, settings.speculation_requests))
+    ]
+    run = await run_closed_loop(plan, target.sender, batch, num_warmup=batch, timeout_s=POINT_TIMEOUT_S)
     _check(run.records)
     kept = [record for record in run.records if not record.is_warmup]
-    compute_ms = [_prefill_ms(record) for record in kept]
-    uncached = [record.prompt_tokens - (record.cached_tokens or 0) for record in kept]
+    tpot_ms = [record.tpot_s * 1e3 for record in kept if record.tpot_s is not None]
+    if not tpot_ms:
+        raise MeasurementFailed(f"batch {batch}: the answers came in one piece each, so no token time can be seen")
     summary = summarise(run, settings.slo, is_closed_loop=True)
     measured = {
-        "prefill_ms": float(np.median(compute_ms)),
-        "uncached": float(np.median(uncached)),
-        "cached": float(length - np.median(uncached)),
+        "tpot_ms": float(np.median(tpot_ms)),
+        "tokens_per_chunk": float(np.mean([r.num_output_tokens / len(r.chunk_tokens) for r in kept])),
     }
-    return _point("prefill_time", target, params, summary, kept, measured), run.records
+    return _point("speculation", target, params, summary, kept, measured), run.records
 
 
 async def measure_decode(target: Target, settings: SweepSettings, batch: int, context: int) -> Measured:
@@ -116,6 +171,37 @@ async def measure_rate(
 def prefill_only(workload: Workload) -> Workload:
     """The workload with answers of one token: what prefill alone carries."""
     return replace(workload, output_tokens=LengthLaw(1, 1))
+
+
+def _prompts(
+    target: Target, settings: SweepSettings, what: str, length: int, count: int, *parts: object
+) -> list[PlannedRequest]:
+    """Prompts of one length that share nothing, with answers of one token; one more than `count`, to warm up."""
+    return [
+        PlannedRequest(
+            place,
+            0.0,
+            1,
+            block_token_ids(mixed_seed(target.content_seed, what, length, *parts), place, length, settings.token_range),
+        )
+        for place in range(count + 1)
+    ]
+
+
+def _prefill_point(
+    stage: str, target: Target, params: dict[str, float], settings: SweepSettings, run: LoadRun
+) -> Measured:
+    """The median compute time of the run's prompts, and how much of them was cached."""
+    _check(run.records)
+    kept = [record for record in run.records if not record.is_warmup]
+    uncached = float(np.median([record.prompt_tokens - (record.cached_tokens or 0) for record in kept]))
+    measured = {
+        "prefill_ms": float(np.median([_prefill_ms(record) for record in kept])),
+        "uncached": uncached,
+        "cached": params["input"] - uncached,
+    }
+    summary = summarise(run, settings.slo, is_closed_loop=True)
+    return _point(stage, target, params, summary, kept, measured), run.records
 
 
 def _prefill_ms(record: RequestRecord) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,28 @@ from benchmarks.cluster_under_test import started_cluster
 from benchmarks.knee import capacity_at_slo
 from benchmarks.machine import describe_machine
 from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient
-from benchmarks.planner import PdPlan, TrafficShape, plan, write_plan
+from benchmarks.planner import CoupledCheck, PdPlan, plan, write_plan
 from benchmarks.report import write_report
-from benchmarks.sweep import COUPLED, Progress, Sweep, predicted_capacities, rate_points, sweep_policy
+from benchmarks.sweep import (
+    COUPLED,
+    Progress,
+    Sweep,
+    predicted_capacities,
+    prediction_of_1p1d,
+    rate_points,
+    sweep_policy,
+)
 from benchmarks.sweep_measurements import Target
 from benchmarks.sweep_settings import SweepSettings
 from benchmarks.sweep_store import SweepStore
+from deploy.autoscaler.capacity import CapacityModel
 
-DISAGGREGATED, AGGREGATED = "1P1D", "2A"
+DISAGGREGATED, AGGREGATED, SPECULATING = "1P1D", "2A", "1P1D+speculation"
 DISAGGREGATED_FLAGS = ("--prefill", "1", "--decode", "1")
 # As many workers as the disaggregated deployment has: a fair control.
 AGGREGATED_FLAGS = ("--prefill", "0", "--decode", "0", "--aggregated", "2")
 NUM_CONTROL_WORKERS = 2
+SPECULATING_FLAGS = (*DISAGGREGATED_FLAGS, "--speculation", "auto")
 REQUEST_TIMEOUT_S = 300.0
 
 
@@ -39,6 +50,7 @@ class SweepOptions:
     api_key: str = ""
     serve_flags: Sequence[str] = ()
     max_workers: int = 8
+    measures_speculation: bool = True  # where the deployments are started here
 
 
 async def run_sweep(options: SweepOptions, progress: Progress) -> tuple[PdPlan, Path]:
@@ -48,31 +60,49 @@ async def run_sweep(options: SweepOptions, progress: Progress) -> tuple[PdPlan, 
     """
     options.out.mkdir(parents=True, exist_ok=True)
     has_control = bool(options.control_url or not options.url)
+    has_speculation = options.measures_speculation and not options.url
+    settings = options.settings
     async with _deployment(options, options.url, DISAGGREGATED, DISAGGREGATED_FLAGS) as client:
-        store = SweepStore(options.out, options.settings, describe_machine(), client.endpoint.model)
-        sweep = Sweep(options.settings, store, progress)
-        sweep.plan_time(has_control=has_control)
+        store = SweepStore(options.out, settings, describe_machine(), client.endpoint.model)
+        sweep = Sweep(settings, store, progress)
+        sweep.plan_time(has_control=has_control, has_speculation=has_speculation)
         target = Target(client, DISAGGREGATED, store.content_seed)
         limits = await _pool_limits(client)
         timings = await sweep.measure_timings(target, limits.kv_tokens, limits.max_batch)
-        x_p, x_d = predicted_capacities(options.settings, timings.model)
+        x_p, x_d = predicted_capacities(settings, timings.model)
         await sweep.search_prefill(target, x_p)
         await sweep.search_coupled(target, min(x_p, x_d))
+        await sweep.measure_drift(target, 1)
+        if has_speculation:
+            await sweep.measure_speculation(target)
     control = None
     if has_control:
         async with _deployment(options, options.control_url, AGGREGATED, AGGREGATED_FLAGS) as client:
             capacity = await sweep.search_control(Target(client, AGGREGATED, store.content_seed), min(x_p, x_d))
             control = capacity / NUM_CONTROL_WORKERS
-    traffic = TrafficShape(
-        options.settings.workload.input_tokens.mean,
-        options.settings.workload.output_tokens.mean,
-        options.settings.hit_rate,
+    if has_speculation:
+        async with _deployment(options, "", SPECULATING, SPECULATING_FLAGS) as client:
+            await sweep.measure_speculation(Target(client, SPECULATING, store.content_seed))
+    made = _plan(options, sweep, store, timings.model, control)
+    write_plan(options.out, made, sweep_policy(settings))
+    return made, write_report(options.out)
+
+
+def _plan(
+    options: SweepOptions, sweep: Sweep, store: SweepStore, model: CapacityModel, control: float | None
+) -> PdPlan:
+    settings = options.settings
+    measured = capacity_at_slo(rate_points(store.points(COUPLED)))
+    check = CoupledCheck(
+        DISAGGREGATED,
+        prediction_of_1p1d(settings, model),
+        measured.value,
+        measured.low,
+        # Nothing failed: there is no upper bound, and JSON has no infinity.
+        measured.value if math.isinf(measured.high) else measured.high,
     )
-    policy = sweep_policy(options.settings)
-    made = plan(traffic, timings.model, policy, options.max_workers, f"sweep of {client.endpoint.model}", control)
-    checked = _with_check(made, capacity_at_slo(rate_points(store.points(COUPLED))).value, min(x_p, x_d))
-    write_plan(options.out, checked, policy)
-    return checked, write_report(options.out)
+    provenance = f"sweep of {store.model}"
+    return plan(settings.traffic, model, sweep_policy(settings), options.max_workers, provenance, control, check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +111,13 @@ class PoolLimits:
 
     kv_tokens: int = 0
     max_batch: int = 0
+
+
+async def _pool_limits(client: OpenAiClient) -> PoolLimits:
+    try:
+        return pool_limits(await client.get_json("/statusz"))
+    except (ConnectionError, ValueError):
+        return PoolLimits()
 
 
 def pool_limits(status: dict[str, Any]) -> PoolLimits:
@@ -99,20 +136,6 @@ def pool_limits(status: dict[str, Any]) -> PoolLimits:
 
 def _max_sequences(worker: dict[str, Any]) -> int:
     return int((worker.get("details") or {}).get("max_sequences", 0))
-
-
-def _with_check(made: PdPlan, measured_1p1d: float, predicted_1p1d: float) -> PdPlan:
-    """The coupled run is of 1P1D: its ratio to its own prediction is the split's too."""
-    if made.split is None or predicted_1p1d <= 0:
-        return made
-    return replace(made, measured_requests_per_s=made.split.requests_per_s * measured_1p1d / predicted_1p1d)
-
-
-async def _pool_limits(client: OpenAiClient) -> PoolLimits:
-    try:
-        return pool_limits(await client.get_json("/statusz"))
-    except (ConnectionError, ValueError):
-        return PoolLimits()
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.pool_capacity import TrafficShape, uniform_lengths
 from benchmarks.run_summary import Slo
 from benchmarks.workload import DEFAULT_TOKEN_RANGE, LengthLaw, Workload
 
@@ -30,6 +31,8 @@ class SweepSettings:
     min_requests: int = 60  # a slow server's runs last longer, up to four times
     drain_s: float = 60.0
     resolution: float = 1.05  # bisection ends when its bracket is this tight
+    # A search starts here around its prediction, and goes on upwards or downwards.
+    search_shares: tuple[float, ...] = (0.5, 0.75, 1.0, 1.25, 1.6)
     # Coupled rates as shares of the prediction; or these rates, so that another sweep can be compared run by run.
     rate_shares: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
     rates_per_s: tuple[float, ...] = ()
@@ -40,6 +43,11 @@ class SweepSettings:
     decode_contexts: tuple[int, ...] = (128, 512, 1536)
     decode_tokens: int = 32
     repeats: int = 5
+    # The pools disturb each other where they share a machine: prompts timed beside so many decoding sequences.
+    interference_batch: int = 4
+    # With and without drafts: closed loops of text that repeats itself.
+    speculation_batches: tuple[int, ...] = (1, 4, 16)
+    speculation_requests: int = 24
     max_batch: int = 64  # sequences of one decode worker, where the server does not say
     token_range: tuple[int, int] = DEFAULT_TOKEN_RANGE
 
@@ -50,6 +58,16 @@ class SweepSettings:
             LengthLaw(self.output_low, self.output_high),
             self.hit_rate,
             token_range=self.token_range,
+        )
+
+    @property
+    def traffic(self) -> TrafficShape:
+        """The workload as the planner's models see it."""
+        return TrafficShape(
+            self.workload.input_tokens.mean,
+            self.workload.output_tokens.mean,
+            self.hit_rate,
+            uniform_lengths(self.input_low, self.input_high),
         )
 
     @property
@@ -73,15 +91,18 @@ def mixed_seed(*parts: object) -> int:
 
 
 QUICK: dict[str, Any] = {
-    "run_s": 15.0,
-    "min_requests": 30,
+    "run_s": 12.0,
+    "min_requests": 40,
     "drain_s": 20.0,
     "resolution": 1.15,
-    "rate_shares": (0.3, 0.6, 0.9, 1.2),
+    "search_shares": (0.7, 1.0, 1.3),
+    "rate_shares": (0.3, 0.6, 0.9, 1.15),
     "prefill_lengths": (64, 256, 1024),
     "prefill_hit_rates": (0.0, 0.5),
     "decode_batches": (1, 4, 16),
     "decode_contexts": (128, 768),
-    "decode_tokens": 24,
-    "repeats": 3,
+    "decode_tokens": 16,
+    "repeats": 2,
+    "speculation_batches": (1, 4),
+    "speculation_requests": 8,
 }

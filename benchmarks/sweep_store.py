@@ -55,6 +55,7 @@ class SweepStore:
         self, directory: Path, settings: SweepSettings, machine: Machine, model: str, content_seed: int | None = None
     ) -> None:
         self.directory = directory
+        self.model = model
         # Of the prompts' tokens, new for each sweep: a server that still has another sweep's prompts in its cache must
         # not find these there.
         self.content_seed = secrets.randbits(31) if content_seed is None else content_seed

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import (
-    TrafficShape,
-    Verdict,
-    best_split,
-    decode_requests_per_s,
-    plan,
-    prefill_per_decode,
-    write_plan,
-)
+from benchmarks.planner import CoupledCheck, Split, Verdict, best_split, plan, prefill_per_decode, write_plan
+from benchmarks.pool_capacity import TrafficShape, decode_requests_per_s
 from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.policy import Policy, Slo
 from deploy.autoscaler.policy_file import load_policy
@@ -44,12 +36,15 @@ def test_256_sequences_at_40_ms_and_500_tokens_are_12_8_requests_and_1_28_prefil
 
 
 def test_split_balances_the_pools() -> None:
-    assert (best_split(10.0, 20.0, 3).prefill, best_split(10.0, 20.0, 3).decode) == (2, 1)
-    assert best_split(10.0, 20.0, 3).requests_per_s == 20.0
+    assert _split(10.0, 20.0, 3) == Split(2, 1, 20.0)
     # A third worker that adds nothing is not taken.
-    assert best_split(10.0, 10.0, 3).per_worker == 5.0
-    four = best_split(10.0, 10.0, 5)
+    assert _split(10.0, 10.0, 3).per_worker == 5.0
+    four = _split(10.0, 10.0, 5)
     assert (four.prefill, four.decode) == (2, 2)
+
+
+def _split(x_p: float, x_d: float, max_workers: int) -> Split:
+    return best_split(lambda prefill: prefill * x_p, lambda decode: decode * x_d, max_workers)
 
 
 def test_longer_prompts_want_more_prefill_and_longer_answers_more_decode() -> None:
@@ -86,14 +81,17 @@ def test_aggregated_is_recommended_when_the_control_is_as_good() -> None:
     assert plan(traffic, MODEL, POLICY, 8, "test", control * 1.04 / 1.06).verdict is Verdict.DISAGGREGATE
 
 
-def test_prediction_error_is_measured_over_predicted() -> None:
-    made = plan(TrafficShape(4000, 200), MODEL, POLICY, 8, "test", measured_aggregated_per_s=0.1)
+def test_prediction_error_is_measured_over_predicted_and_corrects_the_split() -> None:
+    traffic = TrafficShape(4000, 200)
+    made = plan(traffic, MODEL, POLICY, 8, "test", measured_aggregated_per_s=0.1)
     assert made.prediction_error is None
     assert made.split is not None
-    checked = replace(made, measured_requests_per_s=made.split.requests_per_s * 0.9)
+    checked = plan(traffic, MODEL, POLICY, 8, "test", 0.1, CoupledCheck("1P1D", 5.0, 4.5, 4.2, 4.8))
     assert checked.prediction_error == pytest.approx(-0.1)
     assert checked.warning == ""
-    off = replace(made, measured_requests_per_s=made.split.requests_per_s * 0.8)
+    assert checked.split is not None
+    assert checked.split.requests_per_s == pytest.approx(0.9 * made.split.requests_per_s)
+    off = plan(traffic, MODEL, POLICY, 8, "test", 0.1, CoupledCheck("1P1D", 5.0, 4.0, 3.8, 4.3))
     assert "-20%" in off.warning
 
 
@@ -109,7 +107,7 @@ def test_written_plan_and_policy_are_read_by_their_readers(tmp_path: Path) -> No
     made = plan(TrafficShape(4000, 200), MODEL, POLICY, 8, "sweep of a test", measured_aggregated_per_s=0.1)
     plan_path, policy_path = write_plan(tmp_path, made, POLICY)
     document = json.loads(plan_path.read_text())
-    assert document["version"] == 1
+    assert document["version"] == 2
     assert document["verdict"] == "disaggregate"
     assert document["provenance"] == "sweep of a test"
     policy = load_policy(policy_path)

@@ -40,7 +40,7 @@ def _sender() -> TwoPoolSender:
 
 async def _sweep(store: SweepStore, sender: TwoPoolSender, progress: Progress) -> tuple[float, float, float]:
     sweep = Sweep(SETTINGS, store, progress)
-    sweep.plan_time(has_control=False)
+    sweep.plan_time(has_control=False, has_speculation=False)
     target = Target(sender, "1P1D", content_seed=5)
     timings = await sweep.measure_timings(target, kv_tokens=100_000, max_batch=64)
     x_p, x_d = predicted_capacities(SETTINGS, timings.model)
