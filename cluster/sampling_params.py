@@ -16,6 +16,7 @@ from cluster.errors import InvalidRequest, shown
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
+MAX_GUIDE_BYTES = 64 * 1024
 NO_LOGPROBS = -1
 TOP_K_OFF = -1
 
@@ -45,6 +46,14 @@ class SamplingParams:
     grammar: str = ""
     speculation: str = ""
     num_drafts: int = 0
+
+    @property
+    def guide(self) -> tuple[str, str] | None:
+        """What constrains the output, as (kind, text); None when nothing does."""
+        for kind in ("json_schema", "regex", "grammar"):
+            if text := getattr(self, kind):
+                return kind, text
+        return None
 
     @property
     def is_greedy(self) -> bool:
@@ -84,7 +93,18 @@ class SamplingParams:
             _token_id("stop_token_ids", token_id, vocab_size)
         if sum(map(bool, (self.json_schema, self.regex, self.grammar))) > 1:
             raise InvalidRequest("only one of json_schema, regex, grammar may be set", param="response_format")
+        if self.guide is not None:
+            self._check_guide(*self.guide)
         return self
+
+    def _check_guide(self, kind: str, text: str) -> None:
+        """A fulfilled constraint must be able to end: nothing else may follow it."""
+        if len(text.encode()) > MAX_GUIDE_BYTES:
+            raise InvalidRequest(f"{kind} has {len(text.encode())} bytes, at most {MAX_GUIDE_BYTES}", param=kind)
+        if self.ignore_eos:
+            raise InvalidRequest(f"ignore_eos contradicts {kind}: a complete answer ends", param="ignore_eos")
+        if self.min_tokens:
+            raise InvalidRequest(f"min_tokens contradicts {kind}: a complete answer ends", param="min_tokens")
 
     def to_proto(self) -> common_pb2.SamplingParams:
         return common_pb2.SamplingParams(**{name: getattr(self, name) for name in self.__slots__})

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Chunks
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cluster.errors import ContextLengthExceeded, InvalidRequest, TandemError
 from cluster.identity import RequestId
@@ -41,6 +42,9 @@ from engine.scheduler import ScheduledChunk, Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
 from engine.stop_rules import StopDecision, apply_stop_rules
 from engine.waiting_queue import SchedulingPolicy
+
+if TYPE_CHECKING:  # the mock engine runs without it
+    from engine.grammar_compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,7 @@ class Engine:
         *,
         policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
         speculator: Speculator | None = None,
+        grammars: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -78,6 +83,8 @@ class Engine:
         self._limits = limits
         self._clock = clock
         self._speculator = speculator
+        self._grammars = grammars
+        self._uncompiled: list[Sequence] = []  # arrived, and their constraint is still being compiled
         self._scheduler = Scheduler(pool, limits, policy, speculator)
         self._inbox = Inbox(limits.max_waiting)
         self._sink: OutputSink = _drop
@@ -97,6 +104,7 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         self._check(request)
+        grammar = self._grammars.compile(request.sampling) if self._grammars is not None else None
         self._inbox.put(
             lambda arrival_index: Sequence(
                 request,
@@ -104,6 +112,7 @@ class Engine:
                 self._limits.max_model_len,
                 arrival_index,
                 self._clock(),
+                grammar,
             ),
             request.request_id,
             len(self._scheduler.waiting),
@@ -160,7 +169,7 @@ class Engine:
                 f"num_generated is {request.num_generated}: must leave a prompt and stay below max_tokens",
                 param="num_generated",
             )
-        if params.json_schema or params.regex or params.grammar:
+        if params.guide is not None and self._grammars is None:
             raise InvalidRequest("this engine has no constrained decoding", param="response_format")
         if not request.hold_blocks:  # drafts are the decode side's
             self._check_speculation(params)
@@ -212,14 +221,35 @@ class Engine:
         for sequence in items.arrivals:
             if sequence.request.deadline_s:
                 self._watch_deadline(sequence)
-            if sequence.request.landed is None or self._take_in_landed(sequence):
-                self._scheduler.add(sequence)
+            if sequence.grammar is not None:
+                self._uncompiled.append(sequence)
+                sequence.grammar.add_done_callback(lambda _: self._inbox.wake())
+            else:
+                self._admit(sequence)
         for sequence in items.cancelled:
             if sequence.state in (SequenceState.WAITING, SequenceState.RUNNING):
                 self._end(sequence, FinishReason.CANCELLED)
         for sequence in items.released:
             if sequence.state is SequenceState.HELD:
                 self._forget(sequence)
+        if self._uncompiled:
+            self._take_in_compiled()
+
+    def _admit(self, sequence: Sequence) -> None:
+        if sequence.request.landed is None or self._take_in_landed(sequence):
+            self._scheduler.add(sequence)
+
+    def _take_in_compiled(self) -> None:
+        """Those whose constraint is compiled by now. Who was cancelled meanwhile is done with."""
+        waiting = [sequence for sequence in self._uncompiled if sequence.state is SequenceState.WAITING]
+        self._uncompiled = [sequence for sequence in waiting if not is_compiled(sequence)]
+        for sequence in waiting:
+            if not is_compiled(sequence):
+                continue
+            if (error := compile_error(sequence)) is not None:
+                self._end(sequence, FinishReason.ERROR, error=error)
+            else:
+                self._admit(sequence)
 
     def _take_in_landed(self, sequence: Sequence) -> bool:
         """Publishes the verified prompt and applies the stop rules to the first token, which the worker has sent."""
@@ -298,7 +328,7 @@ class Engine:
             if is_sampled:
                 sample += 1 + chunk.num_drafts
             if is_sampled and sample_index in results.failed:
-                self._end(sequence, FinishReason.ERROR, error="the model gave no valid distribution (NaN or infinity)")
+                self._end(sequence, FinishReason.ERROR, error=results.failed[sample_index])
                 continue
             if sequence in progress.failed:
                 self._end(sequence, FinishReason.ERROR, error="the listener of its KV failed")
@@ -436,6 +466,19 @@ class Engine:
             step_s=last.step_s + weight * (step_s - last.step_s),
             tokens_per_s=last.tokens_per_s + weight * (rate - last.tokens_per_s),
         )
+
+
+def is_compiled(sequence: Sequence) -> bool:
+    return sequence.grammar is None or sequence.grammar.done()
+
+
+def compile_error(sequence: Sequence) -> str | None:
+    """Why a request's constraint could not be compiled."""
+    if sequence.grammar is None or (error := sequence.grammar.exception(0)) is None:
+        return None
+    if isinstance(error, TandemError):
+        return f"{error.error_code}: {error.message}"
+    return f"the constraint could not be compiled: {type(error).__name__}"
 
 
 def _drop(outputs: Chunks[SequenceOutput]) -> None:

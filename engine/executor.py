@@ -20,7 +20,7 @@ class StepResults:
     """
 
     token_ids: list[int]
-    failed: set[int] = field(default_factory=set)  # indices of token_ids whose logits were no distribution
+    failed: dict[int, str] = field(default_factory=dict)  # index of token_ids -> why there is no such token
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)  # by index of token_ids
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)  # by index of the chunk
 

@@ -47,7 +47,7 @@ class ModelExecutor:
         samples = sample(logits, rows)
         return StepResults(
             samples.token_ids.tolist(),
-            set(samples.failed.nonzero()[0].tolist()),
+            samples.failed,
             samples.logprobs,
             prompt_logprobs,
         )
@@ -62,7 +62,8 @@ class ModelExecutor:
     def _sample_row(self, sequence: Sequence, num_ahead: int) -> SampleRow:
         state = self._sampler_states.get(sequence)
         if state is None:
-            state = SamplerState(sequence.request.sampling, sequence.num_prompt_tokens)
+            grammar = sequence.grammar.result(0).begin(sequence.num_prompt_tokens) if sequence.grammar else None
+            state = SamplerState(sequence.request.sampling, sequence.num_prompt_tokens, grammar)
             self._sampler_states[sequence] = state
         return SampleRow(state, sequence.token_ids_ahead(num_ahead), sequence.num_generated + num_ahead, num_ahead)
 

@@ -7,10 +7,13 @@ import os
 import torch
 
 from cluster.fallbacks import Fallbacks
+from cluster.model_files import resolve_model
+from cluster.tokenizer import load_tokenizer
 from cluster.worker_process import WorkerContext
 from engine.block_pool import BlockPool
 from engine.dtype import cpu_features
 from engine.engine import Engine
+from engine.grammar_compiler import GrammarCompiler
 from engine.model_executor import ModelExecutor
 from engine.runner_factory import build_runner
 from engine.worker_engine import OpenSpeculator, WorkerEngine, engine_limits
@@ -36,9 +39,10 @@ def open_model_engine(
     pool = BlockPool(memory.num_blocks, memory.layout.block_tokens, built.config.fingerprint, events=context.kv_events)
     executor = ModelExecutor(built.runner, limits, memory.layout.block_tokens, memory.copy_block)
     speculator = open_speculator(settings, built) if open_speculator is not None else None
+    grammars = GrammarCompiler(lambda: load_tokenizer(resolve_model(settings.model)), built.config.vocab_size)
     return WorkerEngine(
         kind="real",
-        engine=Engine(executor, pool, limits, speculator=speculator),
+        engine=Engine(executor, pool, limits, speculator=speculator, grammars=grammars),
         pool=pool,
         memory=memory,
         config=built.config,
@@ -53,4 +57,5 @@ def open_model_engine(
             "huge_pages": str(memory.huge_pages),
             "kv_pool_bytes": str(memory.size_bytes),
         },
+        grammars=grammars,
     )

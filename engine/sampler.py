@@ -1,6 +1,6 @@
 """From logits to tokens: one path for a mixed batch.
 
-    logits ─ bias, min_tokens ─ penalties ─┬─ temperature 0: the largest logit
+    logits ─ bias, min_tokens ─ penalties ─ constraint ─┬─ temperature 0: the largest logit
                                            └─ (l - max) / temperature ─ top-k, top-p, min-p ─ argmax of z + noise
 
 A greedy row never touches the noise and never divides. The noise (`engine.noise`) is keyed by seed, choice, position
@@ -20,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.errors import EngineFailure
 from cluster.sampling_params import NO_LOGPROBS, SamplingParams
 from engine import native_sampler
+from engine.grammar import GrammarState
 from engine.logit_filters import drop_filtered, has_filter
 from engine.logprobs import position_logprobs
 from engine.noise import (
@@ -42,14 +44,16 @@ Int64Array = npt.NDArray[np.int64]
 
 # Widens the bound under which a token's noise is worked out, by more than float32 can err in exp(d - g).
 BOUND_SLACK = np.float32(1.01)
+NO_DISTRIBUTION = "the model gave no valid distribution (NaN or infinity)"
 SMALLEST_TEMPERATURE = np.finfo(np.float32).tiny  # what is smaller would become 0 in float32
 
 
 class SamplerState:
     """What sampling needs of one sequence beside its logits. Owned by the executor, one for each live sequence."""
 
-    def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+    def __init__(self, params: SamplingParams, num_prompt_tokens: int, grammar: GrammarState | None = None) -> None:
         self.params = params
+        self.grammar = grammar  # of a constrained request
         self.counts = TokenCounts(num_prompt_tokens) if params.has_penalties else None
         self.bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
         self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
@@ -62,6 +66,7 @@ class SamplerState:
             and not params.logit_bias
             and params.min_tokens == 0
             and params.logprobs == NO_LOGPROBS
+            and grammar is None
         )
 
 
@@ -76,10 +81,10 @@ class SampleRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """`token_ids` [R]; `failed` [R] where the logits were no distribution; `logprobs[r]` where asked for."""
+    """`token_ids` [R]; `failed[r]`: why a row has no token, its own error; `logprobs[r]` where asked for."""
 
     token_ids: Int64Array
-    failed: npt.NDArray[np.bool_]
+    failed: dict[int, str]
     logprobs: dict[int, PositionLogprobs]
 
 
@@ -87,10 +92,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
     """One token for each row. A row with NaN, or without any finite logit, fails alone."""
     if all(row.state.is_plain_greedy for row in rows):
         token_ids, failed, _ = _peaks(logits)
-        return Samples(token_ids, failed, {})
+        return Samples(token_ids, _unusable(failed), {})
     raw_rows = [index for index, row in enumerate(rows) if row.state.params.logprobs != NO_LOGPROBS]
     raw_logits = logits[raw_rows] if raw_rows else logits[:0]  # a copy: what follows changes the logits
     _adjust(logits, rows)
+    strayed = _constrain(logits, rows)
     token_ids, failed, peak_logits = _peaks(logits)
     drawn = [index for index, row in enumerate(rows) if not row.state.params.is_greedy and not failed[index]]
     if drawn:
@@ -100,7 +106,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
         chosen = torch.from_numpy(token_ids[raw_rows]).to(logits.device)
         num_top = [rows[index].state.params.logprobs for index in raw_rows]
         logprobs = dict(zip(raw_rows, position_logprobs(raw_logits, chosen, num_top), strict=True))
-    return Samples(token_ids, failed, logprobs)
+    return Samples(token_ids, _unusable(failed) | strayed, logprobs)
 
 
 def _peaks(logits: torch.Tensor) -> tuple[Int64Array, npt.NDArray[np.bool_], Float32Array]:
@@ -125,6 +131,28 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
             penalised.append(PenalisedRow(index, counts, state.params))
     if penalised:
         apply_penalties(logits, penalised)
+
+
+def _constrain(logits: torch.Tensor, rows: Sequence[SampleRow]) -> dict[int, str]:
+    """Forbids, in place, what a row's constraint does not allow next. Gives the rows that failed, and why."""
+    strayed: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        if row.state.grammar is None:
+            continue
+        try:
+            forbidden = row.state.grammar.forbidden(row.token_ids, row.num_drafts)
+        except EngineFailure as error:
+            strayed[index] = error.message
+            continue
+        if not torch.isfinite(logits[index].max()):  # a mask must not hide that the model is broken
+            strayed[index] = NO_DISTRIBUTION
+        elif forbidden is not None:
+            logits[index].masked_fill_(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
+    return strayed
+
+
+def _unusable(failed: npt.NDArray[np.bool_]) -> dict[int, str]:
+    return dict.fromkeys(failed.nonzero()[0].tolist(), NO_DISTRIBUTION)
 
 
 def _draw(

@@ -13,6 +13,8 @@ how many count, so whoever is preempted or skipped has none.
 from __future__ import annotations
 
 import enum
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,9 @@ from cluster.identity import BlockRef
 from cluster.sampling_params import NO_LOGPROBS
 from engine.prefix_cache import PrefixChain
 from engine.request import EngineRequest, PositionLogprobs
+
+if TYPE_CHECKING:  # the mock engine runs without it
+    from engine.grammar import CompiledGrammar
 
 NEVER_REFUSED = -1
 OrderKey = tuple[float, int]  # lower runs first; the arrival number tells equals apart
@@ -37,9 +42,16 @@ class Sequence:
     """Owned by the engine thread."""
 
     def __init__(
-        self, request: EngineRequest, chain: PrefixChain, max_model_len: int, arrival_index: int, arrival_s: float
+        self,
+        request: EngineRequest,
+        chain: PrefixChain,
+        max_model_len: int,
+        arrival_index: int,
+        arrival_s: float,
+        grammar: Future[CompiledGrammar] | None = None,
     ) -> None:
         self.request = request
+        self.grammar = grammar  # of a constrained request: scheduled once it is compiled
         self.chain = chain
         self.arrival_index = arrival_index
         self.arrival_s = arrival_s

@@ -28,6 +28,7 @@ from engine.model_config import ModelConfig
 from engine.request import EngineLimits, EngineLoad
 
 if TYPE_CHECKING:  # a mock worker runs without torch
+    from engine.grammar_compiler import GrammarCompiler
     from engine.runner_factory import BuiltRunner
 
 OpenSpeculator = Callable[[WorkerSettings, "BuiltRunner"], Speculator | None]
@@ -48,6 +49,7 @@ class WorkerEngine:
     speculator: Speculator | None
     model_name: str  # as clients call it
     details: dict[str, str]  # what a status shows and nobody computes with
+    grammars: GrammarCompiler | None = None  # None: this engine takes no constrained requests
 
     @property
     def layout(self) -> KvLayout:
@@ -92,6 +94,8 @@ class WorkerEngine:
     def close(self, timeout_s: float) -> None:
         """Ends the engine's thread, then gives the memory back."""
         self.engine.stop(timeout_s)
+        if self.grammars is not None:
+            self.grammars.close()
         self.memory.close()
 
 

@@ -14,6 +14,7 @@ from cluster.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.drafting import Speculator
 from engine.engine import Engine
+from engine.grammar_compiler import GrammarCompiler
 from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits, EngineRequest, FinishReason, SequenceOutput
 from engine.waiting_queue import SchedulingPolicy
@@ -66,6 +67,7 @@ class EngineBench:
         is_gated: bool = False,
         clock: Any = time.monotonic,
         speculator: Speculator | None = None,
+        grammars: GrammarCompiler | None = None,
         **limits: Any,
     ) -> None:
         self.runner = HashRunner(num_blocks, block_tokens)
@@ -74,7 +76,9 @@ class EngineBench:
         self.pool = BlockPool(num_blocks, block_tokens, CONFIG.fingerprint, on_block_freed=self.runner.poison)
         self.limits = EngineLimits(**{"max_model_len": 256, "max_sequences": 16, "max_batch_tokens": 64, **limits})
         executor = ModelExecutor(self.runner, self.limits, block_tokens, self.runner.copy_block)
-        self.engine = Engine(executor, self.pool, self.limits, policy=policy, speculator=speculator, clock=clock)
+        self.engine = Engine(
+            executor, self.pool, self.limits, policy=policy, speculator=speculator, grammars=grammars, clock=clock
+        )
         self.sink = Collector()
         self.owned_outside = 0  # blocks that the test keeps
 

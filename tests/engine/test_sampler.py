@@ -130,7 +130,7 @@ def test_a3_a4_choices_of_one_seed_differ_and_repeat() -> None:
 def test_q10_greedy_and_sampled_rows_mix_without_dividing_by_zero() -> None:
     logits = logits_of(3)
     got = sample(logits.clone(), [row(temperature=0.0), row(temperature=0.7), row(temperature=1e-6)])
-    assert not got.failed.any()
+    assert not got.failed
     assert got.token_ids[0] == logits[0].argmax()
     assert got.token_ids[2] == logits[2].argmax()
 
@@ -326,11 +326,11 @@ def test_q14_a_poisoned_row_fails_alone(poison: float, temperature: float) -> No
     healthy = sample(logits.clone(), [row(temperature=temperature)] * 3)
     logits[1, 17] = poison
     got = sample(logits.clone(), [row(temperature=temperature)] * 3)
-    assert got.failed.tolist() == [False, True, False]
+    assert list(got.failed) == [1]
     assert got.token_ids[[0, 2]].tolist() == healthy.token_ids[[0, 2]].tolist()
 
 
 def test_q14_a_row_without_any_token_left_fails_alone() -> None:
     logits = logits_of(2)
     logits[0] = -torch.inf
-    assert sample(logits, [row(), row()]).failed.tolist() == [True, False]
+    assert list(sample(logits, [row(), row()]).failed) == [0]
