@@ -13,6 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.settings_flags import parse_settings
 
+# SmolLM2-135M in bfloat16 on one AVX-512 core.
+DEFAULT_PREFILL_PRIOR_MS = (5.0, 0.8, 5e-5)
+DEFAULT_DECODE_PRIOR_MS = (15.0, 2.0, 1e-3)
+
 
 class RouterSettings(BaseModel):
     """Frozen settings of one router process. Each field is one flag."""
@@ -38,6 +42,27 @@ class RouterSettings(BaseModel):
     default_max_tokens: int = Field(default=0, ge=0, description="for requests without max_tokens; 0: what fits")
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, le=64 * 2**20)
     max_concurrent_requests: int = Field(default=1024, ge=1, description="beyond it: 503 with Retry-After")
+    max_waiting_requests: int = Field(default=512, ge=1, description="of them, waiting for a worker; beyond it: 503")
+    ttft_slo_ms: float = Field(
+        default=10_000,
+        ge=0,
+        description="beyond twice this wait requests are refused (sheddable: once); 0: never",
+    )
+    max_worker_queue_ms: float = Field(
+        default=1000, gt=0, description="prefill booked on a worker before requests wait in the router, in fair order"
+    )
+    tenant_requests_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
+    tenant_tokens_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
+    tenant_max_concurrent: int = Field(
+        default=0, ge=0, description="of each API key whose line says nothing; 0: three quarters of all, if not alone"
+    )
+    prefill_prior_ms: tuple[float, float, float] = Field(
+        default=DEFAULT_PREFILL_PRIOR_MS, description="c0, c1, c2 of c0 + c1 u + c2 u (c + u/2), until measured"
+    )
+    decode_prior_ms: tuple[float, float, float] = Field(
+        default=DEFAULT_DECODE_PRIOR_MS,
+        description="alpha, beta, gamma of alpha + beta B + gamma K, until measured",
+    )
     max_choices: int = Field(default=8, ge=1, le=128, description="bound of a request's n")
     request_timeout_s: float = Field(default=600.0, gt=0, le=600, description="deadline of a request that names none")
     prefill_fallback: Literal["allow", "deny"] = Field(

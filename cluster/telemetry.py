@@ -72,6 +72,9 @@ class RouterMetrics:
         self.request_stage = seconds(
             "request_stage", "part of the time to first token", TIME_TO_FIRST_TOKEN_BOUNDS_S, "stage"
         )
+        self.admission_wait = seconds(
+            "admission_wait", "in the router's queue, of requests that waited", TIME_TO_FIRST_TOKEN_BOUNDS_S, "tier"
+        )
         self.prompt_lengths = Histogram(
             "tandem_request_prompt_tokens", "prompt length", ("model",), buckets=TOKENS_BOUNDS, registry=registry
         )

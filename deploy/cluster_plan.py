@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from cluster.embedded_redis import prepare_embedded_redis
@@ -180,7 +180,12 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
 
 def _router_settings(shared: _Shared) -> RouterSettings:
     config, router = shared.config, shared.config.router
+    # Mock workers say what they will take; a real one is measured from its first request on.
+    priors: dict[str, Any] = {}
+    if config.engine == "mock":
+        priors = {"prefill_prior_ms": config.mock_prefill_ms, "decode_prior_ms": config.mock_decode_ms}
     return RouterSettings(
+        **priors,
         model=str(shared.model),
         served_model_name=router.served_model_name or served_name(shared.model),
         http_host=router.host,
@@ -196,6 +201,12 @@ def _router_settings(shared: _Shared) -> RouterSettings:
         default_max_tokens=router.default_max_tokens,
         max_body_bytes=router.max_body_bytes,
         max_concurrent_requests=router.max_concurrent_requests,
+        max_waiting_requests=router.max_waiting_requests,
+        ttft_slo_ms=router.ttft_slo_ms,
+        max_worker_queue_ms=router.max_worker_queue_ms,
+        tenant_requests_per_s=router.tenant_requests_per_s,
+        tenant_tokens_per_s=router.tenant_tokens_per_s,
+        tenant_max_concurrent=router.tenant_max_concurrent,
         request_timeout_s=router.request_timeout_s,
         prefill_fallback=router.prefill_fallback,
         policy=router.policy,

@@ -49,6 +49,20 @@ class RouterConfig(Section):
     default_max_tokens: int = Field(default=0, ge=0, description="for requests without max_tokens; 0: what fits")
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024, le=64 * 2**20)
     max_concurrent_requests: int = Field(default=1024, ge=1, description="beyond it: 503 with Retry-After")
+    max_waiting_requests: int = Field(default=512, ge=1, description="of them, waiting for a worker; beyond it: 503")
+    ttft_slo_ms: float = Field(
+        default=10_000,
+        ge=0,
+        description="beyond twice this wait requests are refused (sheddable: once); 0: never",
+    )
+    max_worker_queue_ms: float = Field(
+        default=1000, gt=0, description="prefill booked on a worker before requests wait in the router, in fair order"
+    )
+    tenant_requests_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
+    tenant_tokens_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
+    tenant_max_concurrent: int = Field(
+        default=0, ge=0, description="of each API key whose line says nothing; 0: three quarters of all, if not alone"
+    )
     request_timeout_s: float = Field(default=600.0, gt=0, le=600)
     policy: Literal["cache_aware", "least_loaded", "round_robin"] = Field(
         default="least_loaded", description="how prefill and decode workers are chosen"

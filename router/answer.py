@@ -1,6 +1,7 @@
 """One request's answer while it is made: its choices' sequences, their text, the usage, the deadline.
 
-    start    every choice is placed at once
+    open     the deadline runs; nothing is placed yet
+    place    every choice is placed at once
     updates  what each engine step made visible, as `ChoiceUpdate`s; ends when every choice has ended
     close    in every case: what still runs is cancelled, and its workers hear it at once
 
@@ -70,10 +71,11 @@ class _Choice:
 
 @dataclass(slots=True)
 class Answer:
-    """Owned by one request's handler: `start`, iterate `updates`, and `close` in any case."""
+    """Owned by one request's handler: `open`, iterate `updates`, and `close` in any case. Admission calls `place`."""
 
     request_id: str
     times: RequestTimes
+    deadline_s: float  # on the router's clock
     clock: Callable[[], float]
     submit: Callable[[RunningSequence], None]
     prompt_lengths: Sequence[int]  # tokens of each prompt
@@ -87,6 +89,7 @@ class Answer:
     _choices: list[_Choice] = field(default_factory=list)
     _expiry: asyncio.TimerHandle | None = None
     _num_open: int = 0
+    _is_cancelled: bool = False
     _cached: dict[int, int] = field(default_factory=dict)  # choice -> tokens that needed no compute
 
     def __post_init__(self) -> None:
@@ -105,18 +108,25 @@ class Answer:
         """Of each choice, in order."""
         return [choice.sequence.spec for choice in self._choices]
 
-    def start(self, deadline_s: float) -> None:
-        """Places every choice. Raises `NoWorkersAvailable`; then nothing runs."""
+    def open(self) -> None:
+        """From here on `updates` waits, until the deadline at most."""
+        self._num_open = len(self._choices)
+        wait_s = max(0.0, self.deadline_s - self.clock())
+        self._expiry = asyncio.get_running_loop().call_later(wait_s, self._expire)
+
+    def place(self) -> None:
+        """Places every choice. Raises `NoWorkersAvailable`; then nothing runs. Cancelled meanwhile: nothing happens."""
+        if self._is_cancelled:
+            return
+        waited_s = self.clock() - self.times.encoded_s
         try:
             for choice in self._choices:
+                choice.sequence.waited_s = waited_s
                 self.submit(choice.sequence)
         except TandemError:
             self.close("the request could not be placed")
             raise
-        self._num_open = len(self._choices)
         self.times.placed_s = self.clock()
-        wait_s = max(0.0, deadline_s - self.times.placed_s)
-        self._expiry = asyncio.get_running_loop().call_later(wait_s, self._expire)
 
     async def updates(self) -> AsyncIterator[list[ChoiceUpdate]]:
         """Batches of what became visible. Raises the error of the first choice that failed."""
@@ -137,6 +147,7 @@ class Answer:
 
     def cancel(self, error: TandemError) -> None:
         """The reader of `updates` hears this error next; the workers hear of it at once."""
+        self._is_cancelled = True
         for choice in self._choices:
             choice.sequence.cancel(error.message)
         self.inbox.put(SequenceUpdate(0, error=error))

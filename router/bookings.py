@@ -6,6 +6,8 @@ token (the prefill part), and at the end, an error or a cancel (the rest). Relea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from router.placement import Placement
 from router.worker_state import WorkerState
 
@@ -16,13 +18,23 @@ EXPECTED_OUTPUT_TOKENS = 256
 class Booking:
     """One placement's share of its workers' load."""
 
-    __slots__ = ("_decode", "_kv_tokens", "_prefill", "_prefill_tokens")
+    __slots__ = ("_decode", "_kv_tokens", "_on_released", "_prefill", "_prefill_tokens")
 
-    def __init__(self, placement: Placement, num_prompt_tokens: int, max_tokens: int, now_s: float) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        now_s: float,
+        on_released: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_released` is called when a part is given back; it must not block."""
+        self._on_released = on_released
         self._decode: WorkerState | None = placement.decode
         self._prefill: WorkerState | None = placement.prefill[0] if placement.prefill else placement.decode
         self._prefill_tokens = max(0, num_prompt_tokens - placement.expected_cached_tokens)
         self._kv_tokens = num_prompt_tokens + min(max_tokens, EXPECTED_OUTPUT_TOKENS)
+        self._prefill.booked_prefills += 1
         self._prefill.booked_prefill_tokens += self._prefill_tokens
         self._prefill.add_recent_tokens(self._prefill_tokens, now_s)
         self._decode.booked_requests += 1
@@ -36,9 +48,12 @@ class Booking:
         prefill, self._prefill = self._prefill, None
         if prefill is None:
             return
+        prefill.booked_prefills -= 1
         prefill.booked_prefill_tokens -= self._prefill_tokens
         if prefill is not self._decode:
             prefill.booked_requests -= 1
+        if self._on_released is not None:
+            self._on_released()
 
     def release(self) -> None:
         """The request has ended, or moves to other workers."""
@@ -47,3 +62,5 @@ class Booking:
         if decode is not None:
             decode.booked_requests -= 1
             decode.booked_kv_tokens -= self._kv_tokens
+            if self._on_released is not None:
+                self._on_released()

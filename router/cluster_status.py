@@ -7,6 +7,7 @@ A worker that does not answer in time is listed with what the router knows of it
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from cluster.rpc import open_channel
 from cluster.rpc_security import RpcSecurity
 from router.cache_view import CacheView
 from router.generation_service import GenerationService
+from router.slow_start import share_of
 from router.worker_registry import WorkerRegistry
 from router.worker_state import WorkerState
 
@@ -53,6 +55,7 @@ class ClusterStatus:
             "policy": self._service.policy_name,
             "ready": self._registry.is_ready,
             "running_requests": self._service.num_running,
+            "admission": self._service.admission.status(),
             "pools": {role: roles.count(role) for role in sorted(set(roles))},
             "workers": sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"])),
             "fallbacks": [
@@ -85,6 +88,8 @@ class ClusterStatus:
             "incarnation": state.incarnation,
             "role": state.role.value,
             "state": _state_of(state, is_answering),
+            "circuit": state.circuit.position.value,
+            "share": share_of(state.joined_s, time.monotonic()),
             **fields,
             "booked": {
                 "requests": state.booked_requests,

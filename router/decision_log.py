@@ -13,6 +13,8 @@ from typing import Any
 from tandem.v1 import worker_pb2
 
 from cluster.errors import TandemError
+from cluster.identity import RequestId
+from router.fair_queue import Tier
 from router.placement import Candidate, Placement
 from router.sequence import Sequence
 
@@ -37,6 +39,13 @@ class DecisionLog:
     def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
         self._max_requests = max_requests
         self._requests: OrderedDict[str, list[_Decision]] = OrderedDict()
+        self._admissions: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def let_in(self, request_id: RequestId, tier: Tier, waited_s: float) -> None:
+        """From admission: it had to wait, and is placed now."""
+        self._admissions[request_id] = {"tier": tier.name.lower(), "waited_ms": round(waited_s * 1000, 3)}
+        while len(self._admissions) > self._max_requests:
+            self._admissions.popitem(last=False)
 
     def placed(self, sequence: Sequence, placement: Placement) -> None:
         decisions = self._requests.setdefault(_request_id(sequence), [])
@@ -65,7 +74,11 @@ class DecisionLog:
         decisions = self._requests.get(request_id)
         if decisions is None:
             return None
-        return {"request_id": request_id, "placements": [_explained(decision) for decision in decisions]}
+        return {
+            "request_id": request_id,
+            "admission": self._admissions.get(request_id, {"waited_ms": 0.0}),
+            "placements": [_explained(decision) for decision in decisions],
+        }
 
     def _latest(self, sequence: Sequence) -> _Decision | None:
         decisions = self._requests.get(_request_id(sequence), ())

@@ -53,12 +53,12 @@ class DemandTotals:
         self.prompt_tokens_encoded += sum(prompt_lengths)
 
     def routed(self, route_ms: float) -> None:
-        """From admission to a placement."""
+        """From arrival to a request that may be placed."""
         self._latency(ROUTE).add(route_ms)
 
-    def started(self, timeline: common_pb2.Timeline) -> None:
-        """The first token of an answer came."""
-        self._latency(PREFILL_QUEUE).add(timeline.prefill_queued_us / 1e3)
+    def started(self, timeline: common_pb2.Timeline, waited_s: float = 0.0) -> None:
+        """The first token of an answer came. `waited_s` in the router's queue is a wait for prefill like any other."""
+        self._latency(PREFILL_QUEUE).add(waited_s * 1e3 + timeline.prefill_queued_us / 1e3)
         self._latency(OWN_COMPUTE).add(timeline.prefill_compute_us / 1e3)
         self._latency(EXPOSED_TRANSFER).add(timeline.transfer_exposed_us / 1e3)
         self._latency(DECODE_WAIT).add(timeline.decode_wait_us / 1e3)

@@ -11,27 +11,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from tandem.v1 import worker_pb2
 
 from cluster.errors import (
+    ClientError,
     DeadlineExceeded,
     EngineFailure,
+    KvCapacityExhausted,
+    KvTransferFailed,
     NoWorkersAvailable,
     RetryElsewhere,
     TandemError,
     WorkerUnavailable,
 )
 from cluster.identity import WorkerId
+from router import circuit
 from router.bookings import Booking
 from router.cache_view import CacheView
-from router.placement import Placement, PlacementPolicy, RequestView
+from router.placement import ClusterSnapshot, Placement, PlacementPolicy, RequestView
+from router.retry_budget import RetryBudget
 from router.sequence import Sequence, SequenceSpec, SequenceState
+from router.slow_start import warmed
 from router.timing_model import TimingModel
 from router.worker_registry import WorkerRegistry
+from router.worker_state import WorkerState
 
 MAX_PLACEMENTS = 4
 # A request that was running on this many workers when they died is taken to be what killed them.
@@ -63,6 +72,7 @@ class Dispatcher:
         cache_view: CacheView | None = None,
         timing: TimingModel | None = None,
         clock: Callable[[], float] = time.monotonic,
+        chance: random.Random | None = None,
     ) -> None:
         """`cache_view` and `timing` are those that the policy reads: what workers report goes back into them."""
         self._registry = registry
@@ -71,6 +81,9 @@ class Dispatcher:
         self._timing = timing
         self._listeners = tuple(listeners)
         self._clock = clock
+        self._chance = chance or random.Random()  # noqa: S311  a warming worker's share, no secret
+        self.retries = RetryBudget(clock())
+        self._room_changed: Callable[[], None] = _nobody_asked
         self._parked: dict[Sequence, asyncio.TimerHandle] = {}
         registry.on_change(self._place_parked)
 
@@ -78,9 +91,19 @@ class Dispatcher:
     def num_parked(self) -> int:
         return len(self._parked)
 
+    def on_room(self, listener: Callable[[], None]) -> None:
+        """`listener` is called when something that was booked on a worker is given back. It must not block."""
+        self._room_changed = listener
+
     def submit(self, sequence: Sequence) -> None:
         """Places a new sequence. Raises `NoWorkersAvailable` when nobody can take it now."""
+        self.retries.request_came()
         self._place(sequence)
+
+    def uncached_tokens(self, spec: SequenceSpec) -> int:
+        """Prompt tokens that even the best worker would have to compute."""
+        num_tokens = len(spec.token_ids)
+        return num_tokens - max(self._cached_tokens(spec, num_tokens).values(), default=0)
 
     def sequence_started(self, sequence: Sequence, event: worker_pb2.RequestEvent) -> None:
         """From a sequence: its first token. What was measured refines what will be predicted."""
@@ -92,6 +115,7 @@ class Dispatcher:
         computing = placement.prefill[0] if placement.prefill else placement.decode
         timeline = event.timeline
         was_as_placed = timeline.prefill_worker_id in ("", computing.worker_id)
+        self._note_outcome(placement, is_prefill_as_placed=was_as_placed)
         if self.cache_view is not None and was_as_placed:
             self.cache_view.observed(computing.worker_id, placement.expected_cached_tokens, event.cached_tokens)
         if self._timing is not None:
@@ -108,7 +132,11 @@ class Dispatcher:
         if sequence.is_complete:
             sequence.complete()
             return
+        self._note_failure(sequence.placement, error)
         if not isinstance(error, RetryElsewhere) or sequence.fence + 1 >= MAX_PLACEMENTS:
+            sequence.fail(error)
+            return
+        if not self.retries.may_move(sequence.fence, self._clock()):
             sequence.fail(error)
             return
         if sequence.num_losses >= MAX_LOSSES:
@@ -144,9 +172,11 @@ class Dispatcher:
             excluded=frozenset(sequence.excluded),
             session_key=spec.session_key,
         )
-        placement = self.policy.place(request, self._registry.snapshot(), now_s)
+        placement = self.policy.place(request, self._candidates(now_s), now_s)
         session = self._registry.session_of(placement.decode)
-        booking = Booking(placement, request.num_prompt_tokens, request.max_tokens, now_s)
+        booking = Booking(placement, request.num_prompt_tokens, request.max_tokens, now_s, self._room_changed)
+        for worker in (placement.decode, *placement.prefill[:1]):
+            worker.circuit = circuit.on_sent(worker.circuit, now_s)
         try:
             session.submit(sequence, self._submission(sequence, placement, now_s))
         except TandemError:
@@ -158,6 +188,41 @@ class Dispatcher:
                 self.cache_view.chosen(worker.worker_id, spec.block_hashes)
         for listener in self._listeners:
             listener.placed(sequence, placement)
+
+    # --- who is asked -------------------------------------------------------------------------------------------------
+
+    def _candidates(self, now_s: float) -> ClusterSnapshot:
+        """Routable workers, less those that keep failing, and warming ones for their share of the decisions."""
+        snapshot = self._registry.snapshot()
+        return ClusterSnapshot(
+            warmed(_closed(snapshot.prefill, now_s), now_s, self._chance),
+            warmed(_closed(snapshot.decode, now_s), now_s, self._chance),
+            snapshot.allows_local_prefill,
+        )
+
+    def _note_outcome(self, placement: Placement, *, is_prefill_as_placed: bool) -> None:
+        """A first token came. A prefill worker that was passed over for another one had failed the decode worker."""
+        decode = placement.decode
+        decode.circuit = circuit.on_success(decode.circuit)
+        for worker in placement.prefill[:1]:
+            if is_prefill_as_placed:
+                worker.circuit = circuit.on_success(worker.circuit)
+            else:
+                self._failed(worker)
+
+    def _note_failure(self, placement: Placement | None, error: TandemError) -> None:
+        """Counts what a worker did. A client's mistake and a full pool are nobody's failure, nor is a drain."""
+        if placement is None or isinstance(error, ClientError | KvCapacityExhausted | DeadlineExceeded):
+            return
+        is_prefill = isinstance(error, KvTransferFailed) or error.stage == "prefill"
+        worker = placement.prefill[0] if is_prefill and placement.prefill else placement.decode
+        if not worker.load.draining:
+            self._failed(worker)
+
+    def _failed(self, worker: WorkerState) -> None:
+        before, worker.circuit = worker.circuit, circuit.on_failure(worker.circuit, self._clock())
+        if worker.circuit.position is not before.position:
+            _log.warning("a worker keeps failing and is not asked for a while", extra={"peer": worker.worker_id})
 
     def _cached_tokens(self, spec: SequenceSpec, num_tokens: int) -> Mapping[WorkerId, int]:
         if self.cache_view is None or not spec.block_hashes:
@@ -220,3 +285,12 @@ class Dispatcher:
     def _unpark(self, sequence: Sequence, timer: asyncio.TimerHandle) -> None:
         timer.cancel()
         self._parked.pop(sequence, None)
+
+
+def _closed(workers: SequenceOf[WorkerState], now_s: float) -> SequenceOf[WorkerState]:
+    """Those whose circuit lets a request through; all of them when that is nobody."""
+    return [worker for worker in workers if circuit.admits(worker.circuit, now_s)] or workers
+
+
+def _nobody_asked() -> None:
+    """Admission has not been connected."""

@@ -10,20 +10,22 @@ import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 from tandem.v1 import common_pb2
 
-from cluster.errors import ServerOverloaded, TandemError
+from cluster.errors import TandemError
 from cluster.identity import BlockHash, RequestId, Tenant, new_request_id
 from cluster.sampling_params import SamplingParams
 from cluster.tokenizer import Tokenizer
+from router.admission import Admission, Arrival
 from router.answer import Answer, RequestTimes
 from router.api_types import ChatPrompt, GenerationRequest
 from router.choice_text import ChoiceText
 from router.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
+from router.fair_queue import Waiting
 from router.limits import ServingLimits, fit_max_tokens
 from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
@@ -31,7 +33,6 @@ from router.sequence import Sequence, SequenceSpec
 from router.tenants import scope_key
 from router.worker_registry import WorkerRegistry
 
-OVERLOAD_RETRY_AFTER_S = 1.0
 _SEED_MASK = 2**64 - 1
 
 
@@ -39,7 +40,6 @@ _SEED_MASK = 2**64 - 1
 class ServingPolicy:
     """What the operator decided for every request."""
 
-    max_concurrent_requests: int
     request_timeout_s: float
     seed: int
     scope_secret: bytes
@@ -55,6 +55,7 @@ class GenerationService:
         limits: ServingLimits,
         policy: ServingPolicy,
         registry: WorkerRegistry,
+        admission: Admission,
         dispatcher: Dispatcher,
         metrics: RequestMetrics,
         clock: Callable[[], float] = time.monotonic,
@@ -64,17 +65,25 @@ class GenerationService:
         self.limits = limits
         self._policy = policy
         self._registry = registry
+        self.admission = admission
         self._dispatcher = dispatcher
         self.metrics = metrics
         self._clock = clock
         self._seeds = random.Random(policy.seed)  # noqa: S311  noise for sampling, no secret
-        self._num_running = 0
-        self.is_draining = False
-        metrics.watch_running(lambda: self._num_running)
+        metrics.watch_requests(lambda: self.num_running, lambda: admission.num_waiting)
 
     @property
     def num_running(self) -> int:
-        return self._num_running
+        """Requests that are neither refused nor ended nor waiting for a worker."""
+        return self.admission.num_requests - self.admission.num_waiting
+
+    @property
+    def is_draining(self) -> bool:
+        return self.admission.is_draining
+
+    @is_draining.setter
+    def is_draining(self, is_draining: bool) -> None:
+        self.admission.is_draining = is_draining
 
     @property
     def policy_name(self) -> str:
@@ -82,44 +91,65 @@ class GenerationService:
 
     @contextlib.asynccontextmanager
     async def answering(self, request: GenerationRequest, tenant: Tenant) -> AsyncIterator[Answer]:
-        """A started answer; leaving the context ends it, however it is left. Raises what the request deserves."""
+        """An answer that runs, or waits for its turn; leaving the context ends it, however it is left.
+
+        Raises what the request deserves.
+        """
         times = RequestTimes(admitted_s=self._clock())
         request_id = new_request_id(request.kind.value)
         self.metrics.demand.arrived(len(request.prompts))
-        self._admit()
-        answer: Answer | None = None
         try:
-            answer = await self._start(request, request_id, tenant, times)
-            yield answer
+            with self.admission.admitted(tenant):
+                answer = await self._prepare(request, request_id, tenant, times)
+                with self._started(answer, request, tenant):
+                    yield answer
         except TandemError as error:
             self.metrics.failed(error, was_placed=times.placed_s > 0)
             raise
-        finally:
-            self._num_running -= 1
-            if answer is not None:
-                answer.close("the answer has ended")
-                self.metrics.ended(answer)
 
-    def _admit(self) -> None:
-        if self.is_draining:
-            raise ServerOverloaded("the server is stopping", retry_after_s=OVERLOAD_RETRY_AFTER_S, stage="route")
-        if self._num_running >= self._policy.max_concurrent_requests:
-            raise ServerOverloaded(
-                f"{self._num_running} requests are running, the most this server takes",
-                retry_after_s=OVERLOAD_RETRY_AFTER_S,
-                stage="route",
+    @contextlib.contextmanager
+    def _started(self, answer: Answer, request: GenerationRequest, tenant: Tenant) -> Iterator[None]:
+        """Inside, the answer runs or waits for its turn; afterwards nothing of it is left anywhere."""
+        times, usage = answer.times, answer.usage
+        waiting: Waiting | None = None
+        self.admission.charge(tenant, usage.prompt_tokens)
+        try:
+            answer.open()
+            waiting = self.admission.submit(
+                Arrival(
+                    request_id=RequestId(answer.request_id),
+                    tenant=tenant,
+                    priority=request.priority,
+                    deadline_s=answer.deadline_s,
+                    count_tokens=lambda: sum(map(self._dispatcher.uncached_tokens, answer.specs)),
+                    begin=lambda: self._begin(answer),
+                    fail=answer.cancel,
+                )
             )
-        self._num_running += 1
+            yield
+        finally:
+            if waiting is not None:
+                self.admission.withdraw(waiting)
+            answer.close("the answer has ended")
+            if times.placed_s:
+                self.metrics.ended(answer)
+            self.admission.charge(tenant, usage.completion_tokens)
 
-    async def _start(
+    def _begin(self, answer: Answer) -> None:
+        answer.place()
+        self.metrics.demand.routed((answer.times.encoded_s - answer.times.admitted_s) * 1e3)
+
+    async def _prepare(
         self, request: GenerationRequest, request_id: RequestId, tenant: Tenant, times: RequestTimes
     ) -> Answer:
+        """The answer with all its choices; nothing is placed."""
         prompts = [await self.encoder.encode(prompt) for prompt in request.prompts]
         self.metrics.demand.encoded([len(token_ids) for token_ids in prompts])
         deadline_s = times.admitted_s + (request.timeout_s or self._policy.request_timeout_s)
         answer = Answer(
             request_id=request_id,
             times=times,
+            deadline_s=deadline_s,
             clock=self._clock,
             submit=self._dispatcher.submit,
             prompt_lengths=[len(token_ids) for token_ids in prompts],
@@ -144,8 +174,6 @@ class GenerationService:
             for choice_index in range(request.num_choices):
                 self._add_choice(answer, request, spec, choice_index)
         times.encoded_s = self._clock()
-        answer.start(deadline_s)
-        self.metrics.demand.routed((times.placed_s - times.admitted_s) * 1e3)
         return answer
 
     def _sampling(self, request: GenerationRequest, num_prompt_tokens: int, seed: int) -> SamplingParams:

@@ -39,6 +39,19 @@ class ClusterSnapshot:
     decode: Sequence[WorkerState]  # decode and aggregated
     allows_local_prefill: bool = True
 
+    @property
+    def can_serve(self) -> bool:
+        """Whether a request could be placed."""
+        if any(worker.role is Role.AGGREGATED for worker in self.decode):
+            return True
+        return bool(self.decode) and (bool(self.prefill) or self.allows_local_prefill)
+
+    @property
+    def computing(self) -> Sequence[WorkerState]:
+        """Who computes prompts: prefill and aggregated workers, the decode workers where there are none."""
+        aggregated = [worker for worker in self.decode if worker.role is Role.AGGREGATED]
+        return [*self.prefill, *aggregated] or self.decode
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from cluster.router_settings import DEFAULT_DECODE_PRIOR_MS, DEFAULT_PREFILL_PRIOR_MS
 from router.cache_aware import CacheAware, CacheAwareSettings
 from router.load_policies import LeastLoaded, RoundRobin
 from router.placement import PlacementPolicy
 from router.timing_model import TimingModel, TimingPrior
 
-# SmolLM2-135M in bfloat16 on one AVX-512 core; a sweep's plan replaces it, and measurements refine it.
-DEFAULT_PRIOR = TimingPrior(prefill=(5.0, 0.8, 5e-5), decode=(15.0, 2.0, 1e-3))
+DEFAULT_PRIOR = TimingPrior(DEFAULT_PREFILL_PRIOR_MS, DEFAULT_DECODE_PRIOR_MS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from tandem.v1 import worker_pb2
 
 from cluster.errors import RequestCancelled, TandemError
+from cluster.identity import RequestId
 from cluster.telemetry import RouterMetrics
 from router.answer import Answer
 from router.demand_totals import DemandTotals
+from router.fair_queue import Tier
 from router.placement import Placement
 from router.sequence import Sequence
 
@@ -47,8 +49,13 @@ class RequestMetrics:
     def fallbacks(self) -> Iterator[tuple[RouterFallback, int]]:
         yield from self._fallbacks.items()
 
-    def watch_running(self, num_running: Callable[[], int]) -> None:
+    def watch_requests(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
         self._series.requests_running.labels(self._model).set_function(num_running)
+        self._series.requests_waiting.labels(self._model).set_function(num_waiting)
+
+    def let_in(self, request_id: RequestId, tier: Tier, waited_s: float) -> None:
+        """From admission: a request that had to wait begins."""
+        self._series.admission_wait.labels(self._model, tier.name.lower()).observe(waited_s)
 
     def step(self, gap_s: float, num_tokens: int) -> None:
         """A step of one answer brought tokens: each of them has its share of the gap."""
@@ -69,7 +76,7 @@ class RequestMetrics:
         """Counts a prompt that was not prefilled where it was sent: the decode worker took another way."""
         placement, used = sequence.placement, event.timeline.prefill_worker_id
         if event.HasField("timeline"):
-            self.demand.started(event.timeline)
+            self.demand.started(event.timeline, sequence.waited_s)
         if placement is None or placement.is_local or not event.HasField("timeline"):
             return
         if used != placement.prefill[0].worker_id:

@@ -14,6 +14,7 @@ from cluster.router_settings import RouterSettings
 from cluster.rpc_security import RpcSecurity
 from cluster.telemetry import RouterMetrics, new_registry
 from cluster.tokenizer import Tokenizer
+from router.admission import Admission, AdmissionSettings
 from router.asgi_types import AsgiApp
 from router.cache_view import CacheView
 from router.cluster_status import ClusterStatus
@@ -28,10 +29,14 @@ from router.prefix_index import PrefixIndex
 from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
 from router.request_parser import RequestParser
+from router.tenant_limits import TenantLimit, TenantLimiter
 from router.tenants import ApiKeys
-from router.timing_model import TimingModel
+from router.timing_model import TimingModel, TimingPrior
 from router.worker_registry import WorkerRegistry
 from router.worker_session import PROTOCOL_VERSION
+
+# One tenant's flood leaves the others a place.
+MAX_TENANT_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class RouterCore:
         record = self.service.metrics.demand.to_record()
         record.router_id, record.incarnation = self.hello.router_id, self.hello.incarnation
         record.running_requests = self.service.num_running
-        record.waiting_requests = self.dispatcher.num_parked
+        record.waiting_requests = self.dispatcher.num_parked + self.service.admission.num_waiting
         if self.timing.is_prefill_fitted:
             record.prefill_coefficients.extend(self.timing.prefill_coefficients)
         if self.timing.is_decode_fitted:
@@ -63,6 +68,7 @@ class RouterCore:
         return record
 
     async def stop(self) -> None:
+        self.service.admission.close()
         await self.registry.stop()
         self.encoder.close()
 
@@ -85,19 +91,33 @@ def build_core(
     registry = WorkerRegistry(hello, security, allows_local_prefill=settings.prefill_fallback == "allow")
     encoder = PromptEncoder(tokenizer, template)
     decisions = DecisionLog()
-    choice = choose_policy(settings.policy, settings.seed)
+    choice = choose_policy(
+        settings.policy, settings.seed, TimingPrior(settings.prefill_prior_ms, settings.decode_prior_ms)
+    )
     cache_view = None
     if choice.uses_cache:
         cache_view = CacheView(PrefixIndex(), time.monotonic)
         registry.on_workers(cache_view.worker_joined, cache_view.worker_left)
     dispatcher = Dispatcher(registry, choice.policy, (metrics, decisions), cache_view, choice.timing)
+    admission = Admission(
+        registry,
+        choice.timing,
+        TenantLimiter(_default_limit(settings, keys), keys.limits if keys is not None else None),
+        AdmissionSettings(
+            max_requests=settings.max_concurrent_requests,
+            max_waiting=settings.max_waiting_requests,
+            ttft_slo_ms=settings.ttft_slo_ms,
+            max_worker_queue_ms=settings.max_worker_queue_ms,
+        ),
+        (metrics, decisions),
+    )
+    dispatcher.on_room(admission.room_changed)
     policy = ServingPolicy(
-        max_concurrent_requests=settings.max_concurrent_requests,
         request_timeout_s=settings.request_timeout_s,
         seed=settings.seed,
         scope_secret=security.token.encode(),
     )
-    service = GenerationService(tokenizer, encoder, limits, policy, registry, dispatcher, metrics)
+    service = GenerationService(tokenizer, encoder, limits, policy, registry, admission, dispatcher, metrics)
     parser = RequestParser(limits, settings.default_max_tokens or None)
     http_app = build_http_app(
         service,
@@ -121,4 +141,17 @@ def build_core(
         dispatcher=dispatcher,
         timing=choice.timing,
         cache_view=cache_view,
+    )
+
+
+def _default_limit(settings: RouterSettings, keys: ApiKeys | None) -> TenantLimit:
+    """Of a tenant whose line in the key file says nothing. Without keys there is one tenant, the owner: all is its."""
+    max_concurrent = settings.tenant_max_concurrent
+    if not max_concurrent and keys is not None and keys.num_tenants > 1:
+        max_concurrent = max(1, int(MAX_TENANT_SHARE * settings.max_concurrent_requests))
+    return TenantLimit(
+        requests_per_s=settings.tenant_requests_per_s,
+        tokens_per_s=settings.tenant_tokens_per_s,
+        max_concurrent=max_concurrent,
+        may_be_critical=keys is None,
     )

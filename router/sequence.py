@@ -84,6 +84,7 @@ class Sequence:
     fence: int = 0
     generated: list[int] = field(default_factory=list)
     excluded: set[Incarnation] = field(default_factory=set)  # failed it
+    waited_s: float = 0.0  # in the router, for its first placement
     num_losses: int = 0  # workers that died with it
     session: WorkerSession | None = None
     booking: Booking | None = None

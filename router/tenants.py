@@ -1,6 +1,7 @@
 """Who asks: API keys, and the scope in which a tenant's KV blocks may be shared.
 
-    key file      one line each: name, SHA-256 of the key (`tandem key create` writes it); the keys are nowhere
+    key file      one line each: name and SHA-256 of the key (`tandem key create` writes them), then what it may take:
+                  requests_per_s=5 tokens_per_s=20000 max_concurrent=8 weight=2 critical; the keys are nowhere
     scope         HMAC-SHA256(cluster secret; tenant, client salt), 16 bytes: seeds the first block hash
 
 So another tenant's request cannot hit these blocks, and a client's salt can only narrow what is shared.
@@ -11,17 +12,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc
 
-from cluster.errors import ClientError, StartupError
+from cluster.errors import ClientError, StartupError, shown
 from cluster.identity import Tenant
+from router.tenant_limits import TenantLimit
 
 SCOPE_KEY_BYTES = 16
 DEFAULT_TENANT = Tenant("default")
-_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})")
+CRITICAL = "critical"
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})(?P<limits>(\s+\S+)*)")
+_LIMIT = re.compile(r"(?P<name>requests_per_s|tokens_per_s|max_concurrent|weight)=(?P<value>\d{1,9}(\.\d{1,6})?)")
 
 
 class InvalidApiKey(ClientError):
@@ -35,8 +39,16 @@ class InvalidApiKey(ClientError):
 class ApiKeys:
     """The digests of the keys that may use this server."""
 
-    def __init__(self, tenant_by_digest: Mapping[bytes, Tenant]) -> None:
+    def __init__(
+        self, tenant_by_digest: Mapping[bytes, Tenant], limits: Mapping[Tenant, TenantLimit] | None = None
+    ) -> None:
+        """`limits` of those tenants whose lines name some."""
         self._tenant_by_digest = dict(tenant_by_digest)
+        self.limits = dict(limits or {})
+
+    @property
+    def num_tenants(self) -> int:
+        return len(set(self._tenant_by_digest.values()))
 
     def tenant_of(self, authorization: str) -> Tenant:
         """The tenant of an `Authorization: Bearer <key>` value. Raises `InvalidApiKey`.
@@ -63,16 +75,43 @@ def read_api_keys(path: Path) -> ApiKeys:
     if mode & 0o077:
         raise StartupError(f"the API key file {path} is open to other users: run `chmod 600 {path}`")
     keys: dict[bytes, Tenant] = {}
+    limits: dict[Tenant, TenantLimit] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise StartupError(f"{path}, line {number}: not `name sha256`; make keys with `tandem key create`")
-        keys[bytes.fromhex(match["digest"])] = Tenant(match["name"])
+        tenant = Tenant(match["name"])
+        keys[bytes.fromhex(match["digest"])] = tenant
+        if words := match["limits"].split():
+            limits[tenant] = _limit(words, f"{path}, line {number}")
     if not keys:
         raise StartupError(f"{path} holds no key: make one with `tandem key create NAME --file {path}`")
-    return ApiKeys(keys)
+    return ApiKeys(keys, limits)
+
+
+def _limit(words: Sequence[str], where: str) -> TenantLimit:
+    """What a line says after the digest; what it does not say is unlimited."""
+    values: dict[str, float] = {}
+    for word in words:
+        match = _LIMIT.fullmatch(word)
+        if match is None and word != CRITICAL:
+            raise StartupError(
+                f"{where}: {shown(word)} is none of requests_per_s=N, tokens_per_s=N, max_concurrent=N, weight=N, "
+                f"{CRITICAL}"
+            )
+        if match is not None:
+            values[match["name"]] = float(match["value"])
+    if values.get("weight") == 0:
+        raise StartupError(f"{where}: weight is 0, must be above it")
+    return TenantLimit(
+        requests_per_s=values.get("requests_per_s", 0.0),
+        tokens_per_s=values.get("tokens_per_s", 0.0),
+        max_concurrent=int(values.get("max_concurrent", 0)),
+        weight=values.get("weight", 1.0),
+        may_be_critical=CRITICAL in words,
+    )
 
 
 def scope_key(secret: bytes, tenant: Tenant, salt: str) -> bytes:

@@ -23,7 +23,7 @@ from cluster.rpc import open_channel
 from cluster.rpc_security import RpcSecurity
 from router.placement import ClusterSnapshot
 from router.worker_session import WorkerSession
-from router.worker_state import Role, WorkerState, state_from_record, update_from_record
+from router.worker_state import WorkerState, state_from_record, update_from_record
 
 _log = logging.getLogger(__name__)
 
@@ -133,10 +133,7 @@ class WorkerRegistry:
     @property
     def is_ready(self) -> bool:
         """Whether a request could be served now."""
-        snapshot = self.snapshot()
-        if any(worker.role is Role.AGGREGATED for worker in snapshot.decode):
-            return True
-        return bool(snapshot.decode) and (bool(snapshot.prefill) or self.allows_local_prefill)
+        return self.snapshot().can_serve
 
     @property
     def block_tokens(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from tandem.v1 import common_pb2, membership_pb2, worker_pb2
 
 from cluster.identity import Incarnation, WorkerId
+from router.circuit import CLOSED, Circuit
 
 RECENT_HALF_LIFE_S = 30.0
 
@@ -47,8 +48,11 @@ class WorkerState:
     load: worker_pb2.LoadReport = field(default_factory=worker_pb2.LoadReport)
     load_at_s: float = 0.0  # on the router's clock
     refused: frozenset[Incarnation] = frozenset()  # peers that it refused at Hello
+    joined_s: float = -math.inf  # when this router heard of it
+    circuit: Circuit = CLOSED
     # Booked by this router and not yet released.
     booked_requests: int = 0
+    booked_prefills: int = 0  # prompts whose first token has not come
     booked_prefill_tokens: int = 0
     booked_kv_tokens: int = 0
     last_chosen_s: float = 0.0
@@ -101,6 +105,7 @@ def state_from_record(record: membership_pb2.WorkerRecord, now_s: float) -> Work
         * _DTYPE_BYTES.get(layout.dtype, 2),
         num_layers=max(1, layout.num_layers),
         host_id=record.host_id,
+        joined_s=now_s,
     )
     update_from_record(state, record, now_s)
     return state
