@@ -22,8 +22,11 @@ $(VENV)/.run-stamp: requirements/run.lock pyproject.toml setup.py | $(BIN)/pytho
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -e .
 	@touch $@
 
-$(VENV)/.dev-stamp: requirements/dev.lock $(VENV)/.run-stamp
+$(VENV)/.dev-stamp: requirements/dev.lock requirements/transports.lock $(VENV)/.run-stamp
 	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements/dev.lock
+	@# Without dependencies: nixl asks for torch, and shall not bring a CUDA build; not every machine has wheels of these.
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r requirements/transports.lock \
+	  || echo "ucx and nixl could not be installed: tests of these transports are skipped, and say so"
 	@touch $@
 
 model: $(VENV)/.run-stamp  ## fetch the default model (93 MB, checked) into the local cache
@@ -63,6 +66,10 @@ lock: | $(BIN)/python  ## rewrite requirements/*.lock from pyproject.toml
 	    --allow-unsafe --no-header $$extras -o requirements/$$lock.lock pyproject.toml requirements/torch.in; \
 	  sed -i 's/^torch==\([0-9.]*\)+cpu/torch==\1/' requirements/$$lock.lock; \
 	done
+	$(BIN)/pip-compile -q --strip-extras --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-annotate \
+	  --no-header --extra ucx --extra nixl -c requirements/run.lock -o requirements/transports.lock pyproject.toml requirements/torch.in
+	grep -v -e '^torch==' -e '^#' requirements/transports.lock | grep -vxFf requirements/run.lock > requirements/transports.only
+	mv requirements/transports.only requirements/transports.lock
 
 clean:  ## remove the environment and everything built or measured
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out

@@ -38,8 +38,9 @@ from decode_worker.session_service import SessionService
 from engine.drafting import Speculator
 from engine.kv_memory import KvMemory
 from engine.worker_engine import WorkerEngine, load_report, open_engine
-from kv_transfer.endpoints import ReceivingEnds, read_host_id
+from kv_transfer.endpoints import ReceivingEnds
 from kv_transfer.hello import HandoffIdentity
+from kv_transfer.host import read_host_id
 from kv_transfer.landing_table import LandingTable
 from kv_transfer.protocol_limits import ProtocolLimits
 

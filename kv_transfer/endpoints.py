@@ -16,26 +16,32 @@ from tandem.v1 import handoff_pb2
 
 from cluster.errors import KvTransferFailed, StartupError
 from kv_transfer.hello import usable_offers
+from kv_transfer.host import read_host_id
 from kv_transfer.layer_groups import LinkCosts
 from kv_transfer.link_probe import check_bandwidth, measure_link
 from kv_transfer.transport import FrameSink, Receiver, Sender
+from kv_transfer.transports import nixl, ucx
 from kv_transfer.transports.connection_gate import NONCE_BYTES, ConnectionGate
+from kv_transfer.transports.nixl import PoolMemory
 from kv_transfer.transports.shm import ShmReceiver, ShmSender
 from kv_transfer.transports.shm_direct import SharedKvMemory, ShmDirectReceiver, ShmDirectSender
 from kv_transfer.transports.tcp import TcpReceiver, TcpSender
 
 MakeSender = Callable[[str, bytes, int], Sender]
 
-SENDERS: dict[str, MakeSender] = {"shm": ShmSender, "shm-direct": ShmDirectSender, "tcp": TcpSender}
+SENDERS: dict[str, MakeSender] = {
+    "shm": ShmSender,
+    "shm-direct": ShmDirectSender,
+    "tcp": TcpSender,
+    "ucx": ucx.ucx_sender,
+    "nixl": nixl.nixl_sender,
+}
+# Libraries of their own.
+OPTIONAL_TRANSPORTS = {"ucx": ucx, "nixl": nixl}
 # These need both workers on one host.
 LOCAL_TRANSPORTS = frozenset({"shm", "shm-direct"})
 
 _log = logging.getLogger(__name__)
-
-
-def read_host_id() -> str:
-    """The same for all processes that may share memory: the kernel's boot id."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 class ReceivingEnds:
@@ -52,31 +58,42 @@ class ReceivingEnds:
     ) -> None:
         """`memory`: the pool behind `sink`, for transports that hand it out.
 
-        Raises `StartupError` for an unknown transport or an address that cannot be listened on.
+        Raises `StartupError` for a transport that is unknown or not installed, or an address that is not ours.
         """
+        load_transports(transports)
         self.gate = ConnectionGate()
         self._host_id = read_host_id()
         self._receivers: list[Receiver] = []
         try:
             for name in transports:
-                if name == "shm":
-                    self._receivers.append(ShmReceiver(runtime_dir / f"kv-{worker_id}.sock", self.gate, sink))
-                elif name == "shm-direct":
-                    if memory is None:
-                        raise StartupError("shm-direct needs a KV pool that can be shared", param="transports")
-                    path = runtime_dir / f"kv-direct-{worker_id}.sock"
-                    self._receivers.append(ShmDirectReceiver(path, self.gate, sink, memory))
-                elif name == "tcp":
-                    self._receivers.append(TcpReceiver(host, self.gate, sink))
-                else:
-                    known = ", ".join(SENDERS)
-                    raise StartupError(f"transport {name!r} is not known: choose among {known}", param="transports")
+                self._receivers.append(self._open(name, runtime_dir, worker_id, sink, host, memory))
         except StartupError:
             self.close()
             raise
         except OSError as error:
             self.close()
             raise StartupError(f"cannot listen for KV over {name}: {error}", param="transports") from error
+
+    def _open(
+        self,
+        name: str,
+        runtime_dir: Path,
+        worker_id: str,
+        sink: FrameSink,
+        host: str,
+        memory: SharedKvMemory | None,
+    ) -> Receiver:
+        if name == "shm":
+            return ShmReceiver(runtime_dir / f"kv-{worker_id}.sock", self.gate, sink)
+        if name == "tcp":
+            return TcpReceiver(host, self.gate, sink)
+        if name == "ucx":
+            return ucx.ucx_receiver(host, self.gate, sink)
+        if memory is None:
+            raise StartupError(f"{name} needs the KV pool that it writes into", param="transports")
+        if name == "nixl":
+            return nixl.nixl_receiver(host, self.gate, sink, memory)
+        return ShmDirectReceiver(runtime_dir / f"kv-direct-{worker_id}.sock", self.gate, sink, memory)
 
     def offers(self) -> list[handoff_pb2.TransportOffer]:
         """What goes into Hello, in order of preference."""
@@ -96,6 +113,23 @@ class ReceivingEnds:
             receiver.close()
 
 
+def load_transports(transports: Sequence[str]) -> None:
+    """Loads the libraries that these need: it takes half a second, which no handshake shall wait for.
+
+    Raises `StartupError` for a transport that is unknown, or whose library is not here.
+    """
+    for name in transports:
+        if name not in SENDERS:
+            known = ", ".join(SENDERS)
+            raise StartupError(f"transport {name!r} is not known: choose among {known}", param="transports")
+        if name not in OPTIONAL_TRANSPORTS:
+            continue
+        library = OPTIONAL_TRANSPORTS[name]
+        if not library.is_installed():
+            raise StartupError(f"transport {name} is not installed: {library.INSTALL}", param="transports")
+        library.load()
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenLink:
     """A connected sender, what it costs, and why it was chosen."""
@@ -110,9 +144,11 @@ def connect_best(
     supported: Sequence[str],
     min_bytes_per_s: float = 0.0,
     throttle_bytes_per_s: int = 0,
+    memory: PoolMemory | None = None,
 ) -> ChosenLink:
     """Connects over the first offer that works and is fast enough. Blocks for as long as the probe takes.
 
+    `memory`: the pool that frames will come from, for transports that register it.
     Raises `KvTransferFailed` with what was wrong with each offer.
     """
     offers = usable_offers(hello.transports, supported, read_host_id(), lambda name: name in LOCAL_TRANSPORTS)
@@ -120,12 +156,12 @@ def connect_best(
     for offer in offers:
         sender = None
         try:
-            sender = SENDERS[offer.name](offer.address, hello.session_nonce, 0)
+            sender = _connect(offer, hello.session_nonce, 0, memory)
             costs = sender.measure() if isinstance(sender, ShmDirectSender) else measure_link(sender)
             check_bandwidth(costs, min_bytes_per_s, offer.name)
             if throttle_bytes_per_s:
                 sender.close()
-                sender = SENDERS[offer.name](offer.address, hello.session_nonce, throttle_bytes_per_s)
+                sender = _connect(offer, hello.session_nonce, throttle_bytes_per_s, memory)
                 costs = LinkCosts(throttle_bytes_per_s, costs.operation_s)
         except KvTransferFailed as error:
             if sender is not None:
@@ -138,3 +174,11 @@ def connect_best(
         return ChosenLink(sender, costs, "; ".join([reason, *passed_over]))
     tried = "; ".join(passed_over) or "none of the offers is usable here"
     raise KvTransferFailed(f"no transport to {hello.identity.worker_id}: {tried}", stage="transfer")
+
+
+def _connect(
+    offer: handoff_pb2.TransportOffer, nonce: bytes, throttle_bytes_per_s: int, memory: PoolMemory | None
+) -> Sender:
+    if offer.name == nixl.NAME:
+        return nixl.nixl_sender(offer.address, nonce, throttle_bytes_per_s, memory)
+    return SENDERS[offer.name](offer.address, nonce, throttle_bytes_per_s)

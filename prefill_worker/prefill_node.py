@@ -25,8 +25,9 @@ from cluster.worker_counters import WorkerCounters
 from cluster.worker_process import WorkerContext
 from engine.request import SequenceOutput
 from engine.worker_engine import WorkerEngine, load_report, open_engine
-from kv_transfer.endpoints import connect_best, read_host_id
+from kv_transfer.endpoints import connect_best, load_transports
 from kv_transfer.hello import HandoffIdentity, compare, is_refused, make_ack, receiver_layout
+from kv_transfer.host import read_host_id
 from kv_transfer.layer_pusher import LayerPusher
 from kv_transfer.shapes import CellGather, HeadRange
 from kv_transfer.transfer_ref import TransferRef
@@ -80,6 +81,7 @@ class PrefillNode:
     @classmethod
     async def build(cls, context: WorkerContext) -> PrefillNode:
         """Loads the model. Raises `StartupError`."""
+        load_transports(context.settings.transports)
         fallbacks = Fallbacks()
         return cls(context, open_engine(context, fallbacks), fallbacks)
 
@@ -125,7 +127,11 @@ class PrefillNode:
         try:
             # Blocks for the probe's few milliseconds, or for a dead address's time-out: not on the event loop.
             link = await asyncio.to_thread(
-                connect_best, hello, settings.transports, throttle_bytes_per_s=settings.link_bytes_per_s
+                connect_best,
+                hello,
+                settings.transports,
+                throttle_bytes_per_s=settings.link_bytes_per_s,
+                memory=self._parts.memory,
             )
         except KvTransferFailed as error:
             return make_ack(self._identity, mismatches, transport_reason=error.message), None

@@ -36,7 +36,7 @@ from kv_transfer.link_probe import time_copies
 from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink
 from kv_transfer.transports.connection_gate import GREETING_TIMEOUT_S, ConnectionGate
 from kv_transfer.transports.listener import Listener
-from kv_transfer.transports.stream_io import read_exactly, send_gathered, wait_for_byte
+from kv_transfer.transports.stream_io import read_exactly, send_gathered, wait_for_byte, wait_until_closed
 from kv_transfer.transports.tcp import introduce
 from kv_transfer.transports.throttle import Throttle
 
@@ -109,7 +109,10 @@ class _GrantingConnection:
             while wait_for_byte(self._connection):
                 self._answer()
         except (OSError, BadFrame):
-            self._wait_until_closed()
+            # A sender that we do not understand may be in the middle of a granted write: only its own end says that it
+            # is over.
+            if self._grants:
+                wait_until_closed(self._connection)
             raise
         finally:
             for grant in self._grants:
@@ -144,15 +147,6 @@ class _GrantingConnection:
 
     def _offset(self, run: memoryview) -> int:
         return int(np.frombuffer(run, np.uint8).ctypes.data) - self._memory.address
-
-    def _wait_until_closed(self) -> None:
-        """A sender that we do not understand may be in the middle of a granted write: only its own end says that it is
-        over. Our half is closed, so that it hears of it."""
-        if not self._grants:
-            return
-        self._connection.shutdown(socket.SHUT_WR)
-        while wait_for_byte(self._connection):
-            self._connection.recv(4096)
 
 
 class DirectTicket:

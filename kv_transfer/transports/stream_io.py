@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kv_transfer.frame import HEADER_BYTES, parse_header
 from kv_transfer.transport import FrameHeader
@@ -41,6 +42,14 @@ def wait_for_byte(connection: socket.socket) -> bool:
             return bool(connection.recv(1, socket.MSG_PEEK))
         except TimeoutError:
             continue
+
+
+def wait_until_closed(connection: socket.socket) -> None:
+    """Says that nothing more will be answered, and waits, for ever, until the other end is closed."""
+    with suppress(OSError):  # closed already
+        connection.shutdown(socket.SHUT_WR)
+        while wait_for_byte(connection):
+            connection.recv(SCRATCH_BYTES)
 
 
 def drain(connection: socket.socket, num_bytes: int) -> None:

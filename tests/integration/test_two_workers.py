@@ -13,6 +13,7 @@ from tandem.v1 import common_pb2, worker_pb2
 
 from tests.exactness.make_greedy_reference import REFERENCE_FILE
 from tests.integration.worker_processes import Router, WorkerFleet, all_blocks_are_back, fleet_in
+from tests.kv_transfer.all_transports import needs_library
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -22,6 +23,8 @@ PROMPT_LENGTHS = {
     "shm-direct": (17, 1000),
     "shm": (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2000),
     "tcp": (BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 200),
+    "ucx": (BLOCK_TOKENS + 1, 200),
+    "nixl": (BLOCK_TOKENS + 1, 200),
 }
 NUM_TOKENS = 16
 BACK_TIMEOUT_S = 5.0
@@ -43,6 +46,7 @@ def reference_row(num_tokens: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("transport", PROMPT_LENGTHS)
 async def test_tokens_through_two_workers_equal_one_process(fleet: WorkerFleet, transport: str) -> None:
+    needs_library(transport)
     prefill, decode = await asyncio.gather(
         fleet.start("prefill", "prefill-0", transports=(transport,)),
         fleet.start("decode", "decode-0", transports=(transport,)),

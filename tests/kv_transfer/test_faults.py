@@ -22,6 +22,7 @@ from kv_transfer.landing_table import Arrived, LandingTable
 from kv_transfer.layer_pusher import LayerPusher, PushRequest, PushSession
 from kv_transfer.protocol_limits import MAX_RESENDS
 from kv_transfer.transport import Sender
+from tests.kv_transfer.all_transports import TRANSPORTS, needs_library
 from tests.kv_transfer.direct_sender import DirectSender
 from tests.kv_transfer.faulty_sender import Fault, FaultySender
 from tests.kv_transfer.oracle import COSTS, LAYOUT, PushOutcome, assert_holds, make_pools, wait_until, write_layer
@@ -155,8 +156,9 @@ def test_f25_kv1_no_fault_makes_a_wrong_block_count_as_right_or_leaks_one() -> N
     run(FaultyPair(lambda table, _: DirectSender(table)), NUM_DIRECT, FAULTS)
 
 
-@pytest.fixture(params=["shm", "shm-direct", "tcp"])
+@pytest.fixture(params=TRANSPORTS)
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+    needs_library(request.param)
     ends: list[ReceivingEnds] = []
 
     def connect_to(table: LandingTable, memory: KvMemory) -> Sender:

@@ -20,6 +20,7 @@ from kv_transfer.endpoints import SENDERS, ReceivingEnds
 from kv_transfer.landing_table import LandingTable
 from kv_transfer.transport import FrameHeader, Sender
 from kv_transfer.transports.connection_gate import NONCE_BYTES
+from tests.kv_transfer.all_transports import TRANSPORTS, needs_library
 from tests.kv_transfer.oracle import LAYOUT, refs, wait_until
 from tests.kv_transfer.peer_process import NUM_BLOCKS, TRANSFER
 
@@ -59,8 +60,9 @@ def end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-@pytest.fixture(params=["shm", "shm-direct", "tcp"])
+@pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> Iterator[str]:
+    needs_library(request.param)
     before = left_over()
     yield request.param
     wait_until(lambda: left_over() == before, f"{left_over()} is {before} again")
