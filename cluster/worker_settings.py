@@ -41,8 +41,8 @@ class WorkerSettings(BaseModel):
     served_model_name: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     backend: Literal["auto", "torch", "native", "triton"] = "auto"
-    quantization: Literal["none", "int8", "int4", "gguf"] = Field(
-        default="none", description="weights: `gguf` keeps the file's own 4-bit or 8-bit blocks"
+    quantization: Literal["none", "int8", "int4", "fp8", "gguf"] = Field(
+        default="none", description="weights: `gguf` keeps the file's own 4-bit or 8-bit blocks; fp8 needs a GPU"
     )
     listen: str = Field(description="gRPC target: unix:/path or 127.0.0.1:port (port 0: any)")
     runtime_dir: Path = Field(description="private directory (0700) for sockets of this cluster")

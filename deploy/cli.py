@@ -49,7 +49,8 @@ Dtype = Annotated[
 ]
 Backend = Annotated[Literal["auto", "torch", "native", "triton"] | None, typer.Option(help="who computes")]
 Quantization = Annotated[
-    Literal["none", "int8", "int4", "gguf"] | None, typer.Option(help="weights; gguf keeps the file's own blocks")
+    Literal["none", "int8", "int4", "fp8", "gguf"] | None,
+    typer.Option(help="weights; gguf keeps the file's own blocks"),
 ]
 Transport = Annotated[str | None, typer.Option(help="how KV travels, in order of preference: shm,tcp")]
 Count = Annotated[int | None, typer.Option(help="worker processes of this role", min=0)]

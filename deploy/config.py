@@ -96,7 +96,7 @@ class ClusterConfig(Section):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     backend: Literal["auto", "torch", "native", "triton"] = "auto"
-    quantization: Literal["none", "int8", "int4", "gguf"] = "none"
+    quantization: Literal["none", "int8", "int4", "fp8", "gguf"] = "none"
     speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = "off"
     num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
     transports: tuple[str, ...] = Field(default=("shm", "tcp"), min_length=1, description="in order of preference")

@@ -18,17 +18,21 @@ from cluster.errors import StartupError
 from cluster.kv_layout import KvLayout
 from cluster.model_files import resolve_model
 from cluster.worker_settings import WorkerSettings
+from engine.device_kv_memory import DeviceKvMemory
 from engine.dtype import cpu_features, resolve_dtype
 from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
 from engine.model_loader import open_weights, refuse_pickle
 from engine.step import ModelRunner
 from engine.torch_runner import TorchRunner
+from engine.triton_runner import triton_device, triton_runner
 from engine.weights.weight_source import WeightSource
 
 MAX_DEFAULT_KV_BYTES = 2**30
 # Of what is free now: a machine runs several workers, and the weights of the next one must fit too.
 DEFAULT_KV_SHARE = 0.1
+# Of a GPU's memory that is free before the weights are there: one worker has the GPU.
+GPU_KV_SHARE = 0.5
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -66,9 +70,10 @@ def build_runner(settings: WorkerSettings, *, shareable_pool: bool = False) -> B
     weights = open_weights(resolve_model(settings.model))
     try:
         max_model_len = model_length(settings, weights.config)
-        dtype = resolve_dtype(settings.dtype, torch.device("cpu"), cpu_features())
+        device = _device(settings)
+        dtype = resolve_dtype(settings.dtype, device, cpu_features())
         layout = layout_of(weights.config, dtype, settings.block_tokens)
-        memory = KvMemory(layout, num_blocks(settings, layout, free_memory_bytes()), shareable=shareable_pool)
+        memory = _open_memory(settings, layout, device, shareable=shareable_pool)
         try:
             runner, fallback = _pick_backend(settings, weights, memory, max_model_len)
         except BaseException:
@@ -77,6 +82,28 @@ def build_runner(settings: WorkerSettings, *, shareable_pool: bool = False) -> B
         return BuiltRunner(runner, memory, max_model_len, fallback)
     finally:
         weights.close()
+
+
+def _device(settings: WorkerSettings) -> torch.device:
+    """Where the model runs. Raises `StartupError` for a GPU in a pool whose KV has to travel."""
+    if settings.backend != "triton":
+        return torch.device("cpu")
+    device = triton_device(settings.quantization)
+    if device.type == "cuda" and settings.role != "aggregated":
+        raise StartupError(
+            "backend triton keeps KV in GPU memory, and transports move host memory only: serve with "
+            "--prefill 0 --decode 0 --aggregated 1",
+            param="backend",
+        )
+    return device
+
+
+def _open_memory(settings: WorkerSettings, layout: KvLayout, device: torch.device, *, shareable: bool) -> KvMemory:
+    if device.type == "cuda":
+        free_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_KV_SHARE)
+        sized = settings.model_copy(update={"kv_cache_bytes": settings.kv_cache_bytes or free_bytes})
+        return DeviceKvMemory(layout, num_blocks(sized, layout, free_bytes), device)
+    return KvMemory(layout, num_blocks(settings, layout, free_memory_bytes()), shareable=shareable)
 
 
 def num_blocks(settings: WorkerSettings, layout: KvLayout, free_bytes: int) -> int:
@@ -120,7 +147,8 @@ def _pick_backend(
     settings: WorkerSettings, weights: WeightSource, memory: KvMemory, max_model_len: int
 ) -> tuple[ModelRunner, Fallback | None]:
     if settings.backend == "triton":
-        raise StartupError("backend triton does not run whole models yet: use auto, native or torch", param="backend")
+        runner = triton_runner(weights, memory, quantization=settings.quantization, max_model_len=max_model_len)
+        return runner, None
     if settings.backend == "torch":
         if settings.quantization != "none":
             raise StartupError(
@@ -133,13 +161,15 @@ def _pick_backend(
         return _native_runner(settings, weights, memory), None
     except StartupError as error:
         # Blocks of a file have the same values in torch, only larger; int8 and int4 are a user's own choice to round.
-        if settings.backend == "native" or settings.quantization in ("int8", "int4"):
+        if settings.backend == "native" or settings.quantization in ("int8", "int4", "fp8"):
             raise
         runner = TorchRunner(weights, memory, max_model_len=max_model_len)
         return runner, Fallback("backend", wanted="native", used="torch", reason=error.message)
 
 
 def _native_runner(settings: WorkerSettings, weights: WeightSource, memory: KvMemory) -> ModelRunner:
+    if settings.quantization == "fp8":
+        raise StartupError("quantization fp8 needs backend triton", param="quantization")
     # Not at the top: where the library was not built, this file must still import.
     from engine.native_runner import NativeRunner
 

@@ -1,17 +1,31 @@
-"""The reference model runner: a decoder in torch over the pool's tensor, on any device torch has."""
+"""A model runner in torch over the pool's tensor: the reference, and whatever operations another table brings."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 
 from cluster.errors import StartupError
+from cluster.kv_layout import KvLayout
 from engine.dtype import TORCH_DTYPES
-from engine.kernels.table import REFERENCE
-from engine.kv_memory import KvMemory
+from engine.kernels.table import REFERENCE, OperationTable
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.step import LayerCallback, StepInput, StepOutput
 from engine.weights.weight_source import WeightSource
+
+
+class PoolTensor(Protocol):
+    """What of a KV pool a runner needs."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]`."""
+        ...
 
 
 class TorchRunner:
@@ -20,14 +34,21 @@ class TorchRunner:
     The tensors of a `StepOutput` are fresh at each step.
     """
 
-    backend = "torch"
-
-    def __init__(self, weights: WeightSource, memory: KvMemory, *, max_model_len: int = 0) -> None:
+    def __init__(
+        self,
+        weights: WeightSource,
+        memory: PoolTensor,
+        *,
+        max_model_len: int = 0,
+        operations: OperationTable = REFERENCE,
+        backend: str = "torch",
+    ) -> None:
         """Computes in the pool's dtype. `max_model_len` bounds positions; 0 is the model's own context.
 
         Raises `StartupError` when the pool was laid out for another model.
         """
         self.config: ModelConfig = weights.config
+        self.backend = backend
         layout = memory.layout
         mine = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
         if (layout.num_layers, layout.num_kv_heads, layout.head_dim) != mine:
@@ -36,7 +57,7 @@ class TorchRunner:
         with torch.inference_mode():
             self._decoder = Decoder(
                 weights,
-                REFERENCE,
+                operations,
                 dtype=TORCH_DTYPES[layout.dtype],
                 device=self._pool.device,
                 max_positions=max_model_len or self.config.max_model_len,

@@ -17,6 +17,9 @@ from engine.kernels.linear import Linear, make_linear
 from engine.kernels.reference_attention import AttentionShape, plan_attention
 from engine.step import StepInput
 
+# A linear layer on a weight [outputs, inputs] with its bias.
+LinearMaker = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+
 
 class AttentionPlan(Protocol):
     """One step's attention, planned once and used by every layer."""
@@ -35,7 +38,7 @@ class OperationTable:
     silu_multiply: Callable[[torch.Tensor], torch.Tensor]
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
     plan_attention: Callable[[StepInput, AttentionShape, torch.Tensor], AttentionPlan]
-    make_linear: Callable[[torch.Tensor, torch.Tensor | None], Linear]
+    make_linear: LinearMaker
 
 
 REFERENCE = OperationTable(

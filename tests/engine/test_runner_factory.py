@@ -76,7 +76,8 @@ def test_auto_without_native_falls_back_to_torch_and_says_why(
     [
         ({"backend": "native"}, "not built"),
         ({"quantization": "int8"}, "not built"),
-        ({"backend": "triton"}, "does not run whole models yet"),
+        ({"backend": "triton", "quantization": "gguf"}, "keeps weights as"),
+        ({"quantization": "fp8"}, "needs backend triton"),
         ({"backend": "torch", "quantization": "gguf"}, "needs backend native"),
         ({"dtype": "float16"}, "needs a GPU"),
         ({"max_model_len": 513}, "beyond the model's own 512"),
@@ -96,7 +97,7 @@ def test_failed_start_leaves_no_file_descriptor_behind(model_directory: Path) ->
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with pytest.raises(StartupError):
-            build_runner(settings(model_directory, backend="triton"), shareable_pool=True)
+            build_runner(settings(model_directory, quantization="fp8"), shareable_pool=True)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

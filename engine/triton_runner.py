@@ -1,0 +1,44 @@
+"""The Triton backend: where it can run, and what its runner is made of."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from cluster.errors import StartupError
+from engine.torch_runner import PoolTensor, TorchRunner
+from engine.weights.weight_source import WeightSource
+
+QUANTIZATIONS = ("none", "int4", "int8", "fp8")
+FP8_CAPABILITY = (8, 9)
+
+
+def triton_device(quantization: str) -> torch.device:
+    """The GPU, or the CPU under Triton's interpreter (`TRITON_INTERPRET=1`: slow, for tests).
+
+    Raises `StartupError` where neither is there, or where the GPU cannot do what is asked.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise StartupError("backend triton needs the package triton: pip install 'tandem-serve[gpu]'", param="backend")
+    if quantization not in QUANTIZATIONS:
+        raise StartupError(
+            f"backend triton keeps weights as {', '.join(QUANTIZATIONS)}, not {quantization}", param="quantization"
+        )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise StartupError("backend triton needs a GPU: use auto, native or torch", param="backend")
+    if quantization == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        raise StartupError("quantization fp8 needs a GPU of compute capability 8.9 or later", param="quantization")
+    return torch.device("cuda")
+
+
+def triton_runner(weights: WeightSource, memory: PoolTensor, *, quantization: str, max_model_len: int) -> TorchRunner:
+    """A decoder whose operations are Triton kernels. Call `triton_device` first: it says what is missing."""
+    # Not at the top: triton need not be installed where nobody asks for it.
+    from engine.kernels.triton.operations import triton_operations
+
+    operations = triton_operations(quantization)
+    return TorchRunner(weights, memory, max_model_len=max_model_len, operations=operations, backend="triton")
