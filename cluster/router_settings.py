@@ -68,7 +68,7 @@ class RouterSettings(BaseModel):
     prefill_fallback: Literal["allow", "deny"] = Field(
         default="allow", description="may a decode worker prefill by itself when no prefill worker is ready"
     )
-    policy: Literal["cache_aware", "least_loaded", "round_robin"] = Field(
+    policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
         default="least_loaded", description="how prefill and decode workers are chosen"
     )
     grpc_reflection: bool = Field(default=False, description="let gRPC clients ask for the service's description")

@@ -112,7 +112,9 @@ def serve(
     num_threads: Annotated[int | None, typer.Option(help="compute threads of each worker", min=1)] = None,
     transport: Transport = None,
     block_tokens: Annotated[int | None, typer.Option(help="tokens of one KV block", min=1, max=256)] = None,
-    policy: Annotated[str | None, typer.Option(help="cache_aware, least_loaded or round_robin")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="cache_aware, least_loaded, power_of_two, round_robin or session")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="address of the HTTP and gRPC fronts")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free one", min=0, max=65535)] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any free one", min=0, max=65535)] = None,

@@ -64,7 +64,7 @@ class RouterConfig(Section):
         default=0, ge=0, description="of each API key whose line says nothing; 0: three quarters of all, if not alone"
     )
     request_timeout_s: float = Field(default=600.0, gt=0, le=600)
-    policy: Literal["cache_aware", "least_loaded", "round_robin"] = Field(
+    policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
         default="least_loaded", description="how prefill and decode workers are chosen"
     )
     prefill_fallback: Literal["allow", "deny"] = Field(

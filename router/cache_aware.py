@@ -11,13 +11,14 @@ decode worker prefills by itself only where that wins by more than a near tie: w
 
 from __future__ import annotations
 
-import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from cluster.errors import NoWorkersAvailable
-from router.load_policies import MAX_PREFILL_CHOICES, full_pool_ms, num_in_flight
+from router.load_policies import FULL_POOL, MAX_PREFILL_CHOICES, full_pool_ms
 from router.placement import (
     RETRY_AFTER_S,
     Candidate,
@@ -38,7 +39,9 @@ SPREAD_WEIGHT = 0.5
 WORK_WEIGHT = 0.1
 NEAR_TIE_MS, NEAR_TIE_SHARE = 5.0, 0.05
 COLD_SHARE = 0.10  # a best match below this share of the prompt is no reason to go anywhere
-FULL_POOL = 0.85  # above it a decode worker does not prefill as well
+MAX_EXPLAINED = 8  # of each role: names and numbers of the others are not worth their objects
+PREFILL_TERMS = ("queue", "prefill", "work", "evict", "spread")
+DECODE_TERMS = ("step", "neighbours", "transfer", "pressure", "full")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +55,32 @@ class CacheAwareSettings:
     local_gain_ms: float = NEAR_TIE_MS  # local must be better than remote by this, and by a near tie's share
 
 
+class _Scored(NamedTuple):
+    """A worker's terms, in the order of their names. Tuples, for a thousand of them are made for a decision."""
+
+    total_ms: float
+    last_chosen_s: float  # breaks ties between those that are idle alike
+    order: int  # no two are equal: workers are never compared
+    worker: WorkerState
+    terms_ms: tuple[float, float, float, float, float]
+
+    def explained(self, names: Sequence[str]) -> Candidate:
+        return Candidate(self.worker, dict(zip(names, self.terms_ms, strict=True)), self.total_ms)
+
+
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    decode: Candidate
-    prefill: Candidate | None  # None: the decode worker prefills by itself
+    decode: _Scored
+    prefill: _Scored | None  # None: the decode worker prefills by itself
     total_ms: float
 
     @property
     def num_in_flight(self) -> int:
-        return num_in_flight(self.decode.worker) + (num_in_flight(self.prefill.worker) if self.prefill else 0)
+        return self.decode.worker.num_in_flight + (self.prefill.worker.num_in_flight if self.prefill else 0)
 
     @property
     def last_chosen_s(self) -> float:
-        return max(self.decode.worker.last_chosen_s, self.prefill.worker.last_chosen_s if self.prefill else 0.0)
+        return max(self.decode.last_chosen_s, self.prefill.last_chosen_s if self.prefill else 0.0)
 
 
 class CacheAware:
@@ -93,75 +109,93 @@ class CacheAware:
             prefill=chosen,
             expected_cached_tokens=cached,
             expected_prefill_ms=self._prefill_ms(request.num_prompt_tokens - cached, cached),
-            candidates=(*prefills, *decodes),
+            candidates=(
+                *(scored.explained(PREFILL_TERMS) for scored in _shown(prefills, pair.prefill)),
+                *(scored.explained(DECODE_TERMS) for scored in _shown(decodes, pair.decode)),
+            ),
             reason="cheaper without a transfer" if is_wanted_local else "lowest predicted time",
             is_fallback=pair.prefill is None and pair.decode.worker.role is Role.DECODE,
         )
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
-    def _score_prefills(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> list[Candidate]:
-        workers = [worker for worker in snapshot.prefill if worker.incarnation not in request.excluded]
+    def _score_prefills(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> list[_Scored]:
+        """The best first."""
+        workers = snapshot.prefill
+        if request.excluded:
+            workers = [worker for worker in workers if worker.incarnation not in request.excluded]
         num_tokens, cached_tokens = request.num_prompt_tokens, request.cached_tokens
         # Coefficients once for the decision: a thousand workers are scored with plain floats.
         c0, c1, c2 = self._timing.prefill_coefficients
         is_cold = max(cached_tokens.values(), default=0) < COLD_SHARE * num_tokens
-        recent = [worker.recent_tokens(now_s) if is_cold else 0.0 for worker in workers]
+        recent = [worker.recent_tokens(now_s) for worker in workers] if is_cold else []
         mean_recent = sum(recent) / len(recent) if recent else 0.0
         scored = []
-        for worker, own_recent in zip(workers, recent, strict=True):
-            load = worker.load
+        for index, worker in enumerate(workers):
             cached = cached_tokens.get(worker.worker_id, 0)
             uncached = num_tokens - cached
             booked = worker.booked_prefill_tokens
             queue_ms = c0 + c1 * booked + c2 * booked * booked / 2 if booked else 0.0
-            if now_s - worker.load_at_s <= REPORT_FRESH_S and load.queue_ms > queue_ms:
-                queue_ms = load.queue_ms
+            if worker.reported_queue_ms > queue_ms and now_s - worker.load_at_s <= REPORT_FRESH_S:
+                queue_ms = worker.reported_queue_ms
             compute_ms = c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)
-            terms = {"queue": queue_ms, "prefill": compute_ms, "work": WORK_WEIGHT * compute_ms}
-            never_used = load.free_blocks - load.cached_blocks
-            evicted = uncached // worker.block_tokens - never_used
-            if evicted > 0 and load.total_blocks:
-                terms["evict"] = EVICTION_WEIGHT * c1 * evicted * worker.block_tokens
-            if own_recent > mean_recent:
-                terms["spread"] = SPREAD_WEIGHT * c1 * (own_recent - mean_recent)
-            scored.append(Candidate.of(worker, terms))
+            evicted = uncached - worker.never_used_blocks * worker.block_tokens if worker.capacity_tokens else 0
+            evict_ms = EVICTION_WEIGHT * c1 * evicted if evicted > 0 else 0.0
+            over = recent[index] - mean_recent if is_cold else 0.0
+            spread_ms = SPREAD_WEIGHT * c1 * over if over > 0 else 0.0
+            work_ms = WORK_WEIGHT * compute_ms
+            total_ms = queue_ms + compute_ms + work_ms + evict_ms + spread_ms
+            terms = (queue_ms, compute_ms, work_ms, evict_ms, spread_ms)
+            scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
+        scored.sort()
         return scored
 
-    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState]) -> list[Candidate]:
-        num_tokens, settings = request.num_prompt_tokens, self._settings
+    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState]) -> list[_Scored]:
+        """The best first."""
+        num_tokens, cached_tokens, settings = request.num_prompt_tokens, request.cached_tokens, self._settings
         alpha, beta, gamma = self._timing.decode_coefficients
-        c0, c1, c2 = self._timing.prefill_coefficients
         slower_ms = beta + gamma * num_tokens
+        transfers_ms: dict[tuple[int, int, int], float] = {}  # most workers hold nothing, and are of one kind
         scored = []
-        for worker in workers:
-            running = num_in_flight(worker)
-            kv_tokens = max(worker.load.context_tokens, worker.booked_kv_tokens)
+        for index, worker in enumerate(workers):
+            running = worker.num_in_flight
+            kv_tokens = max(worker.reported_context_tokens, worker.booked_kv_tokens)
             step_ms = alpha + beta * (running + 1) + gamma * (kv_tokens + num_tokens)
-            missing = num_tokens - request.cached_tokens.get(worker.worker_id, 0)
-            terms = {"step": step_ms, "neighbours": slower_ms * running}
+            neighbours_ms = slower_ms * running
+            transfer_ms = 0.0
             if worker.role is Role.DECODE:
-                terms["transfer"] = exposed_transfer_ms(
-                    missing * worker.kv_bytes_per_token,
-                    settings.link_bytes_per_ms,
-                    c0 + c1 * missing + c2 * missing * missing / 2,
-                    worker.num_layers,
-                    settings.round_trip_ms,
-                )
-            if step_ms > settings.itl_slo_ms:
-                terms["pressure"] = settings.pressure_weight * (step_ms - settings.itl_slo_ms)
-            if (full_ms := full_pool_ms(worker)) > 0:
-                terms["full"] = full_ms
-            scored.append(Candidate.of(worker, terms))
+                missing = num_tokens - cached_tokens.get(worker.worker_id, 0)
+                kind = (missing, worker.kv_bytes_per_token, worker.num_layers)
+                known_ms = transfers_ms.get(kind)
+                if known_ms is None:
+                    known_ms = transfers_ms[kind] = self._transfer_ms(missing, worker)
+                transfer_ms = known_ms
+            late_ms = step_ms - settings.itl_slo_ms
+            pressure_ms = settings.pressure_weight * late_ms if late_ms > 0 else 0.0
+            full_ms = full_pool_ms(worker)
+            total_ms = step_ms + neighbours_ms + transfer_ms + pressure_ms + full_ms
+            terms = (step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms)
+            scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
+        scored.sort()
         return scored
 
-    def _local_ms(self, request: RequestView, decode: Candidate) -> float:
+    def _transfer_ms(self, missing: int, worker: WorkerState) -> float:
+        """What the decode worker waits for after the prefill of what it lacks."""
+        return exposed_transfer_ms(
+            missing * worker.kv_bytes_per_token,
+            self._settings.link_bytes_per_ms,
+            self._prefill_ms(missing, 0),
+            worker.num_layers,
+            self._settings.round_trip_ms,
+        )
+
+    def _local_ms(self, request: RequestView, decode: _Scored) -> float:
         """Prefilling on the decode worker: its own time, and what it costs those whose steps wait for it."""
         cached = request.cached_tokens.get(decode.worker.worker_id, 0)
         compute_ms = self._prefill_ms(request.num_prompt_tokens - cached, cached)
-        is_shared = num_in_flight(decode.worker) > 0
+        is_shared = decode.worker.num_in_flight > 0
         own_ms = compute_ms * (WORK_WEIGHT + (2.0 if is_shared else 1.0))
-        return own_ms + decode.total_ms - decode.terms_ms.get("transfer", 0.0)
+        return own_ms + decode.total_ms - decode.terms_ms[DECODE_TERMS.index("transfer")]
 
     def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:
         c0, c1, c2 = self._timing.prefill_coefficients
@@ -173,16 +207,15 @@ class CacheAware:
         self,
         request: RequestView,
         snapshot: ClusterSnapshot,
-        decodes: Sequence[Candidate],
-        prefills: Sequence[Candidate],
+        decodes: Sequence[_Scored],
+        prefills: Sequence[_Scored],
     ) -> _Pair:
         pairs: list[_Pair] = []
-        for decode in heapq.nsmallest(NUM_PAIRED, decodes, key=_total):
+        for decode in decodes[:NUM_PAIRED]:
             if decode.worker.role is Role.AGGREGATED:
                 pairs.append(_Pair(decode, None, self._local_ms(request, decode)))
                 continue
-            allowed = [prefill for prefill in prefills if may_pair(prefill.worker, decode.worker)]
-            best = heapq.nsmallest(NUM_PAIRED, allowed, key=_total)
+            best = list(islice(_allowed(prefills, decode), NUM_PAIRED))
             pairs += [_Pair(decode, prefill, decode.total_ms + prefill.total_ms) for prefill in best]
             if not best and snapshot.allows_local_prefill:
                 pairs.append(_Pair(decode, None, self._local_ms(request, decode)))
@@ -200,24 +233,24 @@ class CacheAware:
     def _prefers_local(self, request: RequestView, snapshot: ClusterSnapshot, pair: _Pair) -> bool:
         worker = pair.decode.worker
         capacity = worker.capacity_tokens
-        if not snapshot.allows_local_prefill or (capacity and _used_tokens(worker) > FULL_POOL * capacity):
+        used_tokens = max(worker.used_tokens, worker.booked_kv_tokens)
+        if not snapshot.allows_local_prefill or (capacity and used_tokens > FULL_POOL * capacity):
             return False
         local_ms = self._local_ms(request, pair.decode)
         return local_ms + max(self._settings.local_gain_ms, NEAR_TIE_SHARE * local_ms) < pair.total_ms
 
 
-def _alternatives(pair: _Pair, prefills: Sequence[Candidate]) -> list[WorkerState]:
+def _allowed(prefills: Sequence[_Scored], decode: _Scored) -> Iterator[_Scored]:
+    return (prefill for prefill in prefills if may_pair(prefill.worker, decode.worker))
+
+
+def _alternatives(pair: _Pair, prefills: Sequence[_Scored]) -> list[WorkerState]:
     """Who else may prefill for this decode worker, best first."""
-    others = [
-        prefill for prefill in prefills if prefill is not pair.prefill and may_pair(prefill.worker, pair.decode.worker)
-    ]
-    return [prefill.worker for prefill in heapq.nsmallest(MAX_PREFILL_CHOICES - 1, others, key=_total)]
+    others = (prefill.worker for prefill in _allowed(prefills, pair.decode) if prefill is not pair.prefill)
+    return list(islice(others, MAX_PREFILL_CHOICES - 1))
 
 
-def _used_tokens(worker: WorkerState) -> int:
-    used_blocks = worker.load.total_blocks - worker.load.free_blocks
-    return max(used_blocks * worker.block_tokens, worker.booked_kv_tokens)
-
-
-def _total(candidate: Candidate) -> float:
-    return candidate.total_ms
+def _shown(scored: Sequence[_Scored], chosen: _Scored | None) -> list[_Scored]:
+    """The best ones, and the chosen one wherever it stands."""
+    best = list(scored[:MAX_EXPLAINED])
+    return best if chosen is None or chosen in best else [*best[:-1], chosen]

@@ -18,6 +18,7 @@ from router.worker_state import REPORT_FRESH_S, WorkerState
 
 # A decode worker connects to these in turn when one fails: enough to survive a failure, few enough to send along.
 MAX_PREFILL_CHOICES = 3
+FULL_POOL, FULL_POOL_WEIGHT_MS = 0.85, 1e4
 
 
 class LeastLoaded:
@@ -52,9 +53,9 @@ class LeastLoaded:
         }
 
     def _decode_terms(self, worker: WorkerState, request: RequestView) -> dict[str, float]:
-        kv_tokens = max(worker.load.context_tokens, worker.booked_kv_tokens) + request.num_prompt_tokens
+        kv_tokens = max(worker.reported_context_tokens, worker.booked_kv_tokens) + request.num_prompt_tokens
         return {
-            "step": self._timing.step_ms(num_in_flight(worker) + 1, kv_tokens),
+            "step": self._timing.step_ms(worker.num_in_flight + 1, kv_tokens),
             "waiting": waiting_ms(worker.load.waiting_tokens, self._timing),
             "full": full_pool_ms(worker),
         }
@@ -101,18 +102,13 @@ def waiting_ms(num_tokens: int, timing: TimingModel) -> float:
     return timing.prefill_ms(num_tokens, 0) if num_tokens else 0.0
 
 
-def num_in_flight(worker: WorkerState) -> int:
-    return max(worker.load.running_requests + worker.load.waiting_requests, worker.booked_requests)
-
-
 def full_pool_ms(worker: WorkerState) -> float:
     """Grows fast above 85 % of the KV pool, where requests are put back for want of blocks."""
     capacity = worker.capacity_tokens
     if not capacity:
         return 0.0
-    used_blocks = worker.load.total_blocks - worker.load.free_blocks
-    used_tokens = max(used_blocks * worker.block_tokens, worker.booked_kv_tokens)
-    return float(1e4 * max(0.0, used_tokens / capacity - 0.85) ** 2)
+    over = max(worker.used_tokens, worker.booked_kv_tokens) / capacity - FULL_POOL
+    return FULL_POOL_WEIGHT_MS * over * over if over > 0 else 0.0
 
 
 def _lowest(
@@ -127,5 +123,5 @@ def _ranked(
 ) -> tuple[list[WorkerState], list[Candidate]]:
     """Lowest total first; ties go to the fewest in flight, then to the one chosen least recently."""
     scored = [Candidate.of(worker, terms_of(worker)) for worker in workers]
-    scored.sort(key=lambda one: (one.total_ms, num_in_flight(one.worker), one.worker.last_chosen_s))
+    scored.sort(key=lambda one: (one.total_ms, one.worker.num_in_flight, one.worker.last_chosen_s))
     return [candidate.worker for candidate in scored], scored

@@ -9,6 +9,8 @@ from cluster.router_settings import DEFAULT_DECODE_PRIOR_MS, DEFAULT_PREFILL_PRI
 from router.cache_aware import CacheAware, CacheAwareSettings
 from router.load_policies import LeastLoaded, RoundRobin
 from router.placement import PlacementPolicy
+from router.power_of_two import PowerOfTwo
+from router.sticky_sessions import StickySessions
 from router.timing_model import TimingModel, TimingPrior
 
 DEFAULT_PRIOR = TimingPrior(DEFAULT_PREFILL_PRIOR_MS, DEFAULT_DECODE_PRIOR_MS)
@@ -34,5 +36,10 @@ def choose_policy(name: str, seed: int, prior: TimingPrior = DEFAULT_PRIOR) -> P
             return PolicyChoice(LeastLoaded(timing), timing)
         case "round_robin":
             return PolicyChoice(RoundRobin(), timing)
+        case "power_of_two":
+            chance = random.Random(seed)  # noqa: S311  a sample, no secret
+            return PolicyChoice(PowerOfTwo(timing, chance), timing)
+        case "session":
+            return PolicyChoice(StickySessions(timing), timing)
         case _:
             raise ValueError(f"no placement policy is called {name}")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from cluster.chat_template import ChatTemplate
 from cluster.errors import StartupError
+from cluster.garbage import settle_objects
 from cluster.kv_events import KvEventReader
 from cluster.logs import configure_logs
 from cluster.membership import MembershipView, Registration, router_key
@@ -85,6 +86,7 @@ class RouterProcess:
             if grpc_front is not None:
                 reporter = asyncio.create_task(self._report_readiness(grpc_front), name="grpc-health")
                 stack.callback(reporter.cancel)
+            settle_objects()
             _log.info("router listens", extra={"address": f"{settings.http_host}:{settings.http_port}"})
             await signals.drain.wait()
             await self._drain(grpc_front, signals)

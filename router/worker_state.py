@@ -56,9 +56,19 @@ class WorkerState:
     booked_prefill_tokens: int = 0
     booked_kv_tokens: int = 0
     last_chosen_s: float = 0.0
+    # The last report's numbers as plain ones: a decision over a thousand workers reads them many times.
+    reported_in_flight: int = field(default=0, init=False)
+    reported_context_tokens: int = field(default=0, init=False)
+    reported_queue_ms: float = field(default=0.0, init=False)
+    used_tokens: int = field(default=0, init=False)  # of its KV pool
+    never_used_blocks: int = field(default=0, init=False)
+    capacity_tokens: int = field(default=0, init=False)  # what its KV pool holds; 0 while it has not said
     # Uncached tokens placed here, fading: who took more than its share lately.
     _recent_tokens: float = 0.0
     _recent_at_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._read(self.load)
 
     @property
     def is_routable(self) -> bool:
@@ -70,9 +80,8 @@ class WorkerState:
         return self.role is not Role.PREFILL
 
     @property
-    def capacity_tokens(self) -> int:
-        """Tokens that its KV pool holds; 0 while it has not said."""
-        return self.load.total_blocks * self.block_tokens
+    def num_in_flight(self) -> int:
+        return max(self.reported_in_flight, self.booked_requests)
 
     def recent_tokens(self, now_s: float) -> float:
         return self._recent_tokens * math.exp2((self._recent_at_s - now_s) / RECENT_HALF_LIFE_S)
@@ -84,6 +93,15 @@ class WorkerState:
     def take_report(self, load: worker_pb2.LoadReport, now_s: float) -> None:
         self.load = load
         self.load_at_s = now_s
+        self._read(load)
+
+    def _read(self, load: worker_pb2.LoadReport) -> None:
+        self.reported_in_flight = load.running_requests + load.waiting_requests
+        self.reported_context_tokens = load.context_tokens
+        self.reported_queue_ms = load.queue_ms
+        self.used_tokens = (load.total_blocks - load.free_blocks) * self.block_tokens
+        self.never_used_blocks = load.free_blocks - load.cached_blocks
+        self.capacity_tokens = load.total_blocks * self.block_tokens
 
 
 def state_from_record(record: membership_pb2.WorkerRecord, now_s: float) -> WorkerState | None:

@@ -21,7 +21,7 @@ from router.timing_model import TimingModel
 from router.worker_state import Role, WorkerState
 from tests.router.placement_simulation import BLOCK_TOKENS, SimulatedCluster, worker
 
-POLICIES = ("cache_aware", "least_loaded", "round_robin")
+POLICIES = ("cache_aware", "least_loaded", "power_of_two", "round_robin", "session")
 NO_LOCAL = CacheAwareSettings(local_gain_ms=1e9)  # prefill workers always prefill
 
 
@@ -118,6 +118,46 @@ def test_rt2_rt29_a_burst_spreads_because_it_is_booked_when_it_is_decided(name: 
     assert set(counts.values()) == {4}
 
 
+def test_power_of_two_takes_the_less_loaded_of_two_and_is_nearly_even() -> None:
+    counts = _spread(_make("power_of_two"), _snapshot(8, 4), 800)
+    assert max(counts.values()) <= 1.1 * 100
+    snapshot = _snapshot(2, 2)
+    snapshot.prefill[0].booked_prefill_tokens = 5000
+    snapshot.decode[1].booked_requests = 9
+    placements = [_make("power_of_two").place(_request(), snapshot, 0.0) for _ in range(20)]
+    assert {(one.prefill[0].worker_id, one.decode.worker_id) for one in placements} == {("prefill-1", "decode-0")}
+
+
+def test_sessions_stay_and_few_of_them_move_when_a_worker_leaves() -> None:
+    policy, snapshot = _make("session"), _snapshot(4, 4)
+
+    def homes(among: ClusterSnapshot) -> dict[int, str]:
+        placed = [policy.place(_request(session_key=f"session {number}"), among, 0.0) for number in range(400)]
+        return {number: placement.prefill[0].worker_id for number, placement in enumerate(placed)}
+
+    before = homes(snapshot)
+    assert homes(snapshot) == before
+    assert min(Counter(before.values()).values()) > 60
+    after = homes(ClusterSnapshot(snapshot.prefill[1:], snapshot.decode))
+    assert all(after[number] == home for number, home in before.items() if home != "prefill-0")
+
+
+def test_a_hot_session_does_not_bury_its_worker() -> None:
+    policy, snapshot = _make("session"), _snapshot(4, 4)
+    counts: Counter[str] = Counter()
+    for number in range(80):
+        placement = policy.place(_request(session_key="hot"), snapshot, float(number))
+        Booking(placement, 1000, 64, float(number))
+        counts[placement.prefill[0].worker_id] += 1
+    assert max(counts.values()) <= 1.3 * 20
+
+
+def test_requests_without_a_session_go_to_the_least_loaded() -> None:
+    snapshot = _snapshot(2, 1)
+    snapshot.prefill[0].booked_prefill_tokens = 5000
+    assert _make("session").place(_request(), snapshot, 0.0).prefill[0] is snapshot.prefill[1]
+
+
 @pytest.mark.parametrize("name", ["cache_aware", "least_loaded"])
 def test_rt5_ties_are_uniform(name: str) -> None:
     counts = _spread(_make(name), _snapshot(4, 2), 1000)
@@ -211,14 +251,36 @@ def test_cache_aware_is_faster_than_round_robin_on_shared_prefixes() -> None:
     for document in order:
         at_s += chance.expovariate(1.2)
         prompts.append((at_s, [*document, *(chance.randrange(1000) for _ in range(40))]))
-    median_ms = {}
+    median_ms, p99_ms = {}, {}
     for name in ("cache_aware", "round_robin"):
         cluster = _cluster(_make(name), 4, 4)
         cluster.run(prompts)
         median_ms[name] = statistics.median(cluster.ttft_ms)
+        p99_ms[name] = statistics.quantiles(cluster.ttft_ms, n=100)[98]
         counts = cluster.prefills_of()
         assert max(counts.values()) <= 1.3 * len(prompts) / 4
     assert median_ms["cache_aware"] * 2 <= median_ms["round_robin"]
+    assert p99_ms["cache_aware"] < p99_ms["round_robin"]
+
+
+def test_a_thousand_workers_are_used_evenly_and_prefixes_are_still_found() -> None:
+    """300 documents, each asked about ten times, on 500 prefill and 500 decode workers."""
+    chance = random.Random(5)
+    documents = [[chance.randrange(1000) for _ in range(1024)] for _ in range(300)]
+    order = [document for document in documents for _ in range(10)]
+    chance.shuffle(order)
+    at_s, prompts = 0.0, []
+    for document in order:
+        at_s += chance.expovariate(200)
+        prompts.append((at_s, [*document, *(chance.randrange(1000) for _ in range(32))]))
+    cluster = _cluster(_cache_aware(), 500, 500)
+    cluster.run(prompts)
+    cached = [placement.expected_cached_tokens for placement in cluster.placements]
+    assert sum(tokens >= 1024 for tokens in cached) >= 0.85 * len(prompts)
+    assert max(cluster.prefills_of().values()) <= 30
+    decodes = Counter(placement.decode.worker_id for placement in cluster.placements)
+    assert len(decodes) == 500
+    assert max(decodes.values()) <= 1.5 * len(prompts) / 500
 
 
 def test_conversations_stay_where_their_prefix_is() -> None:
