@@ -22,11 +22,26 @@ from cluster.sampling_params import MAX_GUIDE_BYTES
 JSON_WHITE_SPACE = r"[ \t\n\r]{0,40}"
 # Quieter than the library's default, which prints warnings to standard error.
 LOG_LEVEL = 0
+MAX_REASON_CHARS = 300
+UNSATISFIABLE = ("NoExtension", "NoExtensionBias")  # the library's words for "nothing may come next"
 INVALID_GUIDE_CODES = {
     "json_schema": "invalid_json_schema",
     "regex": "invalid_regex",
     "grammar": "invalid_grammar",
 }
+
+
+def compile_guide(tokenizer: llguidance.LLTokenizer, kind: str, text: str) -> llguidance.LLMatcher:
+    """A constraint at its start, its first tokens worked out. Raises `InvalidRequest` for what cannot be followed."""
+    matcher = llguidance.LLMatcher(tokenizer, guide_text(kind, text), log_level=LOG_LEVEL, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # what is too large to follow shows here
+    if matcher.stop_reason() in UNSATISFIABLE and not matcher.is_accepting():
+        raise InvalidRequest("no text can satisfy it", param=kind, code=INVALID_GUIDE_CODES[kind])
+    if matcher.is_error():  # the library's message may be followed by a dump of its state
+        reason = matcher.get_error().partition("\n<state>")[0].strip()
+        raise InvalidRequest(reason[:MAX_REASON_CHARS], param=kind, code=INVALID_GUIDE_CODES[kind])
+    return matcher
 
 
 def guide_text(kind: str, text: str) -> str:

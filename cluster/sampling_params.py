@@ -7,7 +7,7 @@ out of range, so that no path into an engine skips the limits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem.v1 import common_pb2
 
@@ -54,6 +54,15 @@ class SamplingParams:
             if text := getattr(self, kind):
                 return kind, text
         return None
+
+    def guided_by(self, kind: str, text: str) -> SamplingParams:
+        """The same under a constraint, which replaces any other."""
+        return replace(
+            self,
+            json_schema=text if kind == "json_schema" else "",
+            regex=text if kind == "regex" else "",
+            grammar=text if kind == "grammar" else "",
+        )
 
     @property
     def is_greedy(self) -> bool:

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import llguidance
 
-from cluster.errors import InvalidRequest, ServerOverloaded
-from cluster.guided_grammar import INVALID_GUIDE_CODES, LOG_LEVEL, guide_text, parser_limits
+from cluster.errors import ServerOverloaded
+from cluster.guided_grammar import compile_guide
 from cluster.sampling_params import SamplingParams
 from cluster.tokenizer import Tokenizer
 from engine.grammar import CompiledGrammar
@@ -83,11 +83,7 @@ class GrammarCompiler:
     def _compile(self, key: GuideKey) -> CompiledGrammar:
         kind, text = key
         tokenizer, end_ids = self._tokenizer or self._open_tokenizer()
-        matcher = llguidance.LLMatcher(tokenizer, guide_text(kind, text), log_level=LOG_LEVEL, limits=parser_limits())
-        if matcher.is_error():
-            reason = matcher.get_error().partition("\n")[0]
-            raise InvalidRequest(f"{kind} cannot be followed: {reason}", param=kind, code=INVALID_GUIDE_CODES[kind])
-        return CompiledGrammar(matcher, end_ids, self._vocab_size)
+        return CompiledGrammar(compile_guide(tokenizer, kind, text), end_ids, self._vocab_size)
 
     def _open_tokenizer(self) -> tuple[llguidance.LLTokenizer, frozenset[int]]:
         tokenizer = self._load_tokenizer()

@@ -88,6 +88,7 @@ class Samples:
     logprobs: dict[int, PositionLogprobs]
 
 
+@torch.inference_mode()  # the logits may be an inference tensor, which nothing else may change in place
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
     """One token for each row. A row with NaN, or without any finite logit, fails alone."""
     if all(row.state.is_plain_greedy for row in rows):

@@ -36,6 +36,15 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
 
 
 @dataclass(frozen=True, slots=True)
+class Guide:
+    """What constrains an answer: the kind as in `SamplingParams`, its text, and the parameter that asked for it."""
+
+    kind: str
+    text: str
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """Every value is checked; absent fields have their defaults. `max_tokens` None: what fits."""
 
@@ -56,6 +65,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    guide: Guide | None = None
     logprobs: int = NO_LOGPROBS
     prompt_logprobs: int = NO_LOGPROBS
     echo: bool = False

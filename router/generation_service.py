@@ -26,6 +26,7 @@ from router.choice_text import ChoiceText
 from router.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
 from router.fair_queue import Waiting
+from router.grammar_checker import GrammarChecker
 from router.limits import ServingLimits, fit_max_tokens
 from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
@@ -58,6 +59,7 @@ class GenerationService:
         admission: Admission,
         dispatcher: Dispatcher,
         metrics: RequestMetrics,
+        grammars: GrammarChecker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -68,6 +70,7 @@ class GenerationService:
         self.admission = admission
         self._dispatcher = dispatcher
         self.metrics = metrics
+        self._grammars = grammars
         self._clock = clock
         self._seeds = random.Random(policy.seed)  # noqa: S311  noise for sampling, no secret
         metrics.watch_requests(lambda: self.num_running, lambda: admission.num_waiting)
@@ -143,6 +146,8 @@ class GenerationService:
         self, request: GenerationRequest, request_id: RequestId, tenant: Tenant, times: RequestTimes
     ) -> Answer:
         """The answer with all its choices; nothing is placed."""
+        if request.guide is not None:
+            await self._grammars.check(request.guide.kind, request.guide.text, request.guide.param)
         prompts = [await self.encoder.encode(prompt) for prompt in request.prompts]
         self.metrics.demand.encoded([len(token_ids) for token_ids in prompts])
         deadline_s = times.admitted_s + (request.timeout_s or self._policy.request_timeout_s)
@@ -203,6 +208,8 @@ class GenerationService:
             prompt_logprobs=prompt_logprobs,
             speculation=request.speculation,
         )
+        if request.guide is not None:
+            sampling = sampling.guided_by(request.guide.kind, request.guide.text)
         return sampling.checked(self.tokenizer.vocab_size)
 
     async def _block_hashes(self, token_ids: list[int], key: bytes) -> list[BlockHash]:

@@ -16,11 +16,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tandem.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-from cluster.errors import StartupError
+from cluster.errors import InvalidRequest, StartupError
 from cluster.rpc_errors import ErrorInterceptor
 from router.answer import LENGTH, STOP, Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
-from router.field_rules import invalid_value, unsupported_parameter
+from router.field_rules import invalid_value
 from router.generation_service import GenerationService
 from router.request_parser import RequestParser
 from router.tenants import DEFAULT_TENANT, ApiKeys
@@ -33,7 +33,8 @@ _OPTIONAL_FIELDS = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "n", "min_tokens", "priority",
 )  # fmt: skip
-_CONSTRAINTS = ("json_schema", "regex", "grammar")
+# What constrains the answer, and what HTTP calls it.
+_GUIDES = {"json_schema": "guided_json", "regex": "guided_regex", "grammar": "guided_grammar"}
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     STOP: common_pb2.FINISH_REASON_STOP,
@@ -64,17 +65,37 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _parse(self, request: inference_pb2.GenerateRequest, remaining_s: float | None) -> GenerationRequest:
         body = {"model": request.model or self._parser.limits.model_name, **_body(request)}
-        parsed = self._parser.parse_chat(body) if "messages" in body else self._parser.parse_completion(body)
+        parsed = self._parse_body(body)
         if request.speculation not in SPECULATION_MODES:
             raise invalid_value("speculation", request.speculation, f"one of {', '.join(SPECULATION_MODES[1:])}")
+        guide = parsed.guide
+        if guide is not None:
+            named = {field: name for name, field in _GUIDES.items()}
+            guide = dataclasses.replace(guide, param=named.get(guide.param, guide.param))
         return dataclasses.replace(
             parsed,
+            guide=guide,
             is_streamed=True,
             speculation=request.speculation,
             wants_token_ids=True,
             wants_timeline=request.return_timeline,
             timeout_s=remaining_s,
         )
+
+    def _parse_body(self, body: dict[str, Any]) -> GenerationRequest:
+        try:
+            return self._parser.parse_chat(body) if "messages" in body else self._parser.parse_completion(body)
+        except InvalidRequest as error:
+            raise _renamed(error) from None
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    """The error with the parameter's name as it is in protobuf."""
+    for name, field in _GUIDES.items():
+        if error.param.startswith(field):
+            param, message = error.param.replace(field, name, 1), error.message.replace(field, name, 1)
+            return InvalidRequest(message, param=param, code=error.error_code)
+    return error
 
 
 class GrpcFront:
@@ -123,9 +144,7 @@ def _body(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     """The JSON body that asks for the same."""
     present = {field.name for field, _ in request.ListFields()}
     body: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if name in present}
-    for name in _CONSTRAINTS:
-        if getattr(request, name):
-            raise unsupported_parameter(name, "this server does not offer constrained output")
+    body.update({field: getattr(request, name) for name, field in _GUIDES.items() if getattr(request, name)})
     if request.logit_bias:
         body["logit_bias"] = {str(token_id): bias for token_id, bias in request.logit_bias.items()}
     if request.stop:

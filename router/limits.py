@@ -29,6 +29,7 @@ from router.field_rules import (
     unknown_parameter,
     unsupported_parameter,
 )
+from router.guided_output import GUIDED_GRAMMAR, GUIDED_REGEX, GuidedChoice, GuidedJson, ResponseFormat
 
 # More characters than this for each token of context cannot fit: no tokenizer's average piece is longer.
 MAX_CHARS_PER_TOKEN = 16
@@ -53,8 +54,8 @@ INTERNAL_FIELDS = frozenset(
 # OpenAI's and vLLM's fields that are known and not offered.
 UNSUPPORTED_FIELDS = frozenset(
     {
-        "response_format", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "guided_json",
-        "guided_regex", "guided_grammar", "guided_choice", "structured_outputs", "suffix", "best_of", "modalities",
+        "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "structured_outputs",
+        "guided_decoding_backend", "guided_whitespace_pattern", "suffix", "best_of", "modalities",
         "audio", "prediction", "reasoning_effort", "web_search_options", "store", "metadata", "service_tier",
         "safety_identifier", "prompt_cache_key", "verbosity", "use_beam_search", "length_penalty",
         "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "bad_words",
@@ -175,6 +176,11 @@ def _shared_fields(limits: ServingLimits) -> dict[str, Rule]:
         "stop_token_ids": ListOf(TokenId(limits.vocab_size), MAX_STOP_TOKEN_IDS),
         "min_tokens": Integer(0, limits.max_model_len),
         "ignore_eos": Flag(),
+        "response_format": ResponseFormat(),
+        "guided_json": GuidedJson(),
+        "guided_regex": GUIDED_REGEX,
+        "guided_choice": GuidedChoice(),
+        "guided_grammar": GUIDED_GRAMMAR,
         "user": Text(0, MAX_NAME_CHARS),
         "cache_salt": Text(1, MAX_NAME_CHARS),
         "priority": Integer(-limits.max_priority, limits.max_priority),
@@ -202,7 +208,6 @@ def _refuse(name: str, value: object, rules: Mapping[str, Rule]) -> None:
 
 # Values that ask for what happens anyhow.
 _NEUTRAL_VALUES: dict[str, Rule] = {
-    "response_format": OnlyValue({"type": "text"}, "this server writes text; constrained output is not offered"),
     "tool_choice": OnlyValue("none", "this server does not offer tools"),
     "tools": OnlyValue([], "this server does not offer tools"),
     "best_of": OnlyValue(1, "this server returns every choice it generates; use n"),

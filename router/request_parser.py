@@ -13,6 +13,7 @@ from cluster.sampling_params import NO_LOGPROBS
 from router.api_types import ApiKind, ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
 from router.chat_messages import check_messages
 from router.field_rules import TokenId, invalid_value
+from router.guided_output import the_guide
 from router.limits import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_SEQUENCES_PER_REQUEST,
@@ -128,6 +129,7 @@ def _shared_values(values: Mapping[str, Any], num_prompts: int) -> dict[str, Any
         raise InvalidRequest("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
     return {
         **{name: values[name] for name in _SAME_NAME if name in values},
+        "guide": the_guide(values),
         "num_choices": num_choices,
         "is_streamed": is_streamed,
         "includes_usage": options.get("include_usage", False),

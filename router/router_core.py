@@ -21,6 +21,7 @@ from router.cluster_status import ClusterStatus
 from router.decision_log import DecisionLog
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService, ServingPolicy
+from router.grammar_checker import GrammarChecker
 from router.grpc_front import InferenceService
 from router.http_app import build_http_app
 from router.limits import ServingLimits
@@ -46,6 +47,7 @@ class RouterCore:
     registry: WorkerRegistry
     service: GenerationService
     encoder: PromptEncoder
+    grammars: GrammarChecker
     http_app: AsgiApp
     grpc_servicer: InferenceService
     metrics_registry: CollectorRegistry
@@ -70,6 +72,7 @@ class RouterCore:
     async def stop(self) -> None:
         self.service.admission.close()
         await self.registry.stop()
+        await self.grammars.close()
         self.encoder.close()
 
 
@@ -117,7 +120,8 @@ def build_core(
         seed=settings.seed,
         scope_secret=security.token.encode(),
     )
-    service = GenerationService(tokenizer, encoder, limits, policy, registry, admission, dispatcher, metrics)
+    grammars = GrammarChecker()
+    service = GenerationService(tokenizer, encoder, limits, policy, registry, admission, dispatcher, metrics, grammars)
     parser = RequestParser(limits, settings.default_max_tokens or None)
     http_app = build_http_app(
         service,
@@ -133,6 +137,7 @@ def build_core(
         registry=registry,
         service=service,
         encoder=encoder,
+        grammars=grammars,
         http_app=http_app,
         grpc_servicer=InferenceService(service, parser, keys),
         metrics_registry=metrics_registry,

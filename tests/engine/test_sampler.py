@@ -334,3 +334,10 @@ def test_q14_a_row_without_any_token_left_fails_alone() -> None:
     logits = logits_of(2)
     logits[0] = -torch.inf
     assert list(sample(logits, [row(), row()]).failed) == [0]
+
+
+def test_logits_made_in_inference_mode_may_be_penalised() -> None:
+    with torch.inference_mode():
+        logits = torch.zeros(1, 8)
+        logits[0, 3] = 5.0
+    assert sample(logits, [row(temperature=0.0, logit_bias={3: -100.0, 5: 1.0})]).token_ids.tolist() == [5]

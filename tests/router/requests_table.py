@@ -39,6 +39,56 @@ def _integers(field: str, low: int, high: int) -> list[Row]:
     return [Row(field, value) for value in wrong]
 
 
+BAD_SCHEMA = "invalid_json_schema"
+DEEP_SCHEMA: dict[str, Any] = {"type": "string"}
+for _ in range(11):
+    DEEP_SCHEMA = {"type": "array", "items": DEEP_SCHEMA}
+
+
+def _named(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+
+
+# Constraints that are wrong: field, value, code, and the place that the error names.
+WRONG_GUIDES: list[tuple[str, Any, str, str]] = [
+    ("response_format", "json", "invalid_request", "response_format"),
+    ("response_format", {}, "unsupported_parameter", "response_format.type"),
+    ("response_format", {"type": "xml"}, "unsupported_parameter", "response_format.type"),
+    ("response_format", {"type": "json_object", "schema": {}}, "unknown_parameter", "response_format.schema"),
+    ("response_format", {"type": "json_schema"}, "invalid_request", "response_format.json_schema"),
+    ("response_format", _named([]), BAD_SCHEMA, "response_format.json_schema.schema"),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, "invalid_request",
+     "response_format.json_schema.name"),
+    ("response_format", _named({"type": "something"}), BAD_SCHEMA, "response_format.json_schema.schema"),
+    ("response_format", _named({"properties": {"a": {"pattern": "("}}}), BAD_SCHEMA,
+     "response_format.json_schema.schema.properties.a"),
+    ("response_format", _named({"properties": {"a": {"anyOf": [{}, {"not": {}}]}}}), BAD_SCHEMA,
+     "response_format.json_schema.schema.properties.a.anyOf[1]"),
+    ("response_format", _named({"$ref": "http://127.0.0.1:1/s"}), BAD_SCHEMA,
+     "response_format.json_schema.schema.$ref"),
+    ("response_format", _named({"items": {"$ref": "file:///etc/passwd"}}), BAD_SCHEMA,
+     "response_format.json_schema.schema.items.$ref"),
+    ("response_format", _named({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), BAD_SCHEMA,
+     "response_format.json_schema.schema"),
+    ("response_format", _named({"maxLength": 10**9}), BAD_SCHEMA, "response_format.json_schema.schema.maxLength"),
+    ("response_format", _named({"pattern": "a" * 2000}), BAD_SCHEMA, "response_format.json_schema.schema.pattern"),
+    ("response_format", _named({"enum": ["x" * 70_000]}), BAD_SCHEMA, "response_format.json_schema.schema"),
+    ("response_format", _named(DEEP_SCHEMA), BAD_SCHEMA, "response_format.json_schema.schema" + ".items" * 10),
+    ("guided_json", "{", BAD_SCHEMA, "guided_json"),
+    ("guided_json", 7, BAD_SCHEMA, "guided_json"),
+    ("guided_json", {"enum": []}, BAD_SCHEMA, "guided_json"),
+    ("guided_regex", "(a", "invalid_regex", "guided_regex"),
+    ("guided_regex", "(?=a)b", "invalid_regex", "guided_regex"),
+    ("guided_regex", "", "invalid_request", "guided_regex"),
+    ("guided_regex", "a" * 9000, "invalid_request", "guided_regex"),
+    ("guided_grammar", "start: nothing", "invalid_grammar", "guided_grammar"),
+    ("guided_grammar", "(", "invalid_grammar", "guided_grammar"),
+    ("guided_choice", [], "invalid_request", "guided_choice"),
+    ("guided_choice", ["a", 1], "invalid_request", "guided_choice"),
+    ("guided_choice", ["a"] * 300, "invalid_request", "guided_choice"),
+    ("guided_choice", "a", "invalid_request", "guided_choice"),
+]  # fmt: skip
+
 # The whole of `limits`, at one below, one above, and with the wrong types.
 WRONG_VALUES: list[Row] = [
     *_numbers("temperature", 0, 2, 0.001),
@@ -123,9 +173,8 @@ WRONG_VALUES: list[Row] = [
     Row("Temperature", 1, "unknown_parameter"),
     Row("best_of", 1_000_000, "unsupported_parameter"),
     Row("suffix", "x", "unsupported_parameter"),
-    Row("response_format", {"type": "json_object"}, "unsupported_parameter"),
+    *[Row(field, value, code, param=param) for field, value, code, param in WRONG_GUIDES],
     Row("tools", [{"type": "function"}], "unsupported_parameter"),
-    Row("guided_regex", "a+", "unsupported_parameter"),
     *[
         Row(field, value, "unsupported_parameter")
         for field, value in (

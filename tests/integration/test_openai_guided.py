@@ -1,0 +1,108 @@
+"""Constrained output through router, prefill and decode process, with the official client, HTTP and gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import grpc
+import openai
+import pydantic
+import pytest
+from tandem.v1 import inference_pb2, inference_pb2_grpc
+
+from tests.integration.conftest import RunningCluster
+
+pytestmark = [pytest.mark.model, pytest.mark.cluster]
+
+MODEL = "SmolLM2-135M-Instruct"
+ASKED: Any = [{"role": "user", "content": "Describe a person of your choice as JSON with name, age and mood."}]
+
+
+class Person(pydantic.BaseModel):
+    """What the model is asked for."""
+
+    name: str = pydantic.Field(max_length=20)
+    age: int = pydantic.Field(ge=0, le=150)
+    mood: Literal["happy", "sad", "calm"]
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
+    return start_cluster("--prefill", "1", "--decode", "1", "--speculation", "ngram")
+
+
+@pytest.fixture
+def client(cluster: RunningCluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_parse_gives_pydantic_objects_greedy_and_sampled(client: openai.OpenAI) -> None:
+    for options in ({"temperature": 0.0}, {"temperature": 1.2, "seed": 3}, {"n": 3, "seed": 5}):
+        answer = client.chat.completions.parse(
+            model=MODEL,
+            messages=ASKED,
+            max_tokens=120,
+            response_format=Person,
+            **options,
+        )
+        people = [choice.message.parsed for choice in answer.choices]
+        assert all(isinstance(person, Person) for person in people)
+        assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+
+
+def test_streamed_json_object_with_logprobs(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=ASKED, max_tokens=200, seed=1, stream=True, logprobs=True, top_logprobs=2,
+            response_format={"type": "json_object"}, temperature=0,
+        )
+    )  # fmt: skip
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text.startswith("{")
+    if chunks[-1].choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+    entries = [e for c in chunks for o in c.choices if o.logprobs for e in o.logprobs.content or []]
+    assert "".join(entry.token for entry in entries) == text
+
+
+def test_s_b36_hostile_schemas_get_400_and_the_next_request_is_served(client: openai.OpenAI) -> None:
+    for schema in ({"type": "something"}, {"properties": {"a": {"pattern": "("}}}, {"$ref": "http://127.0.0.1/x"}):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.completions.create(model=MODEL, prompt="a", extra_body={"guided_json": schema})
+        assert raised.value.code == "invalid_json_schema"
+    assert client.completions.create(model=MODEL, prompt="One, two,", max_tokens=2).choices[0].text
+
+
+async def test_async_client_with_regex_choice_and_stop(cluster: RunningCluster) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+
+        async def complete(prompt: str, **extra: Any) -> str:
+            answer = await client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=40, seed=2, extra_body=extra
+            )
+            return answer.choices[0].text
+
+        date, colour, stopped = await asyncio.gather(
+            complete("The date is ", guided_regex=r"\d{4}-\d{2}-\d{2}"),
+            complete("The sky is ", guided_choice=["dark blue", "red"]),
+            complete("Numbers: ", guided_regex="([0-9],){8}", stop=[",", "x"]),
+        )
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
+    assert colour in ("dark blue", "red")
+    assert re.fullmatch("[0-9]", stopped)
+
+
+def test_s_b26_the_same_over_grpc(cluster: RunningCluster) -> None:
+    request = inference_pb2.GenerateRequest(
+        text="A person: ", max_tokens=120, temperature=0.0, json_schema=json.dumps(Person.model_json_schema())
+    )
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        responses = list(stub.Generate(request, timeout=60))
+    text = "".join(choice.text for response in responses for choice in response.choices)
+    assert Person.model_validate_json(text)
