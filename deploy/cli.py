@@ -104,7 +104,9 @@ def serve(
     ] = None,
     backend: Backend = None,
     quantization: Quantization = None,
-    speculation: Annotated[str | None, typer.Option(help="off, auto, ngram or suffix: guess and verify tokens")] = None,
+    speculation: Annotated[
+        str | None, typer.Option(help="off, auto, ngram, suffix, eagle or medusa: guess and verify tokens")
+    ] = None,
     num_drafts: Annotated[int | None, typer.Option(help="guesses in one step of one sequence, at most", min=1)] = None,
     prefill: Count = None,
     decode: Count = None,

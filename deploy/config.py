@@ -19,7 +19,7 @@ from deploy.yaml_settings import YamlSettingsError, load_yaml_settings
 
 DEFAULT_CLUSTER_FILE = Path(__file__).parent / "clusters" / "laptop.yaml"
 MAX_POOL_WORKERS = 1024
-SPECULATION_HERE = ("off", "auto", "ngram", "suffix")
+SPECULATION_HERE = ("off", "auto", "ngram", "suffix", "medusa", "eagle")
 
 
 class Section(BaseModel):

@@ -33,8 +33,13 @@ class NoDraftReason(enum.Enum):
 class Speculator(Protocol):
     """Guesses for all requests of one engine, as chains. Called from the engine thread, but for `check` and `counters`.
 
-    It sees committed tokens only, when it is asked: a preempted or skipped request needs nothing undone.
+    It sees committed tokens only: a preempted or skipped request needs nothing undone.
     """
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """Layers whose hidden states `sampled` wants, ascending; with none it is never called."""
+        ...
 
     def check(self, params: SamplingParams) -> None:
         """Raises `InvalidRequest` when the request names a drafter that does not run here."""
@@ -44,6 +49,13 @@ class Speculator(Protocol):
         self, request: EngineRequest, token_ids: npt.NDArray[np.int32], max_drafts: int, batch_size: int
     ) -> tuple[int, ...]:
         """At most `max_drafts` (1 or more) tokens that may follow `token_ids`, in a step with so many decodes."""
+        ...
+
+    def sampled(
+        self, request: EngineRequest, position: int, token_ids: Sequence[int], taps: npt.NDArray[np.float32]
+    ) -> None:
+        """The model said `token_ids` at `position` and behind. `taps` [tokens, tap layers, hidden]: the hidden states
+        that chose them; the array is the engine's and changes with its next step."""
         ...
 
     def no_draft(self, reason: NoDraftReason) -> None:

@@ -354,6 +354,9 @@ class Engine:
             token_ids = self._accepted_run(chunk, results, first_row)
         decision = self._stop_rules(sequence, token_ids, sequence.num_generated)
         token_ids = tuple(token_ids[: decision.num_kept])
+        if self._speculator is not None and results.taps is not None and decision.finish_reason is None:
+            taps = results.taps[first_row : first_row + len(token_ids)]
+            self._speculator.sampled(sequence.request, sequence.num_tokens, token_ids, taps)
         for token_id in token_ids:
             sequence.append(token_id)
         self._book_computed(sequence, sequence.num_tokens - 1)  # KV behind that is of rejected drafts

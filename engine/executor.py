@@ -6,6 +6,9 @@ from collections.abc import Sequence as Chunks
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.request import PositionLogprobs
 from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
@@ -23,6 +26,8 @@ class StepResults:
     failed: dict[int, str] = field(default_factory=dict)  # index of token_ids -> why there is no such token
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)  # by index of token_ids
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)  # by index of the chunk
+    # [token_ids, tap layers, hidden]: states of the rows that chose them, for drafters; good until the next step.
+    taps: npt.NDArray[np.float32] | None = None
 
 
 class StepExecutor(Protocol):

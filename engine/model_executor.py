@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Chunks
+from dataclasses import replace
 
 import torch
 
@@ -21,21 +22,36 @@ class ModelExecutor:
     """Implements `StepExecutor`. Owns what sampling remembers of each live sequence."""
 
     def __init__(
-        self, runner: ModelRunner, limits: EngineLimits, block_tokens: int, copy_block: Callable[[int, int], None]
+        self,
+        runner: ModelRunner,
+        limits: EngineLimits,
+        block_tokens: int,
+        copy_block: Callable[[int, int], None],
+        *,
+        tap_layers: tuple[int, ...] = (),
     ) -> None:
-        """`copy_block(source, destination)` copies KV in the pool that `runner` was built with."""
+        """`copy_block(source, destination)` copies KV in the pool that `runner` was built with.
+
+        `tap_layers`: whose hidden states the results bring along.
+        """
         self.vocab_size = runner.config.vocab_size
         self.num_layers = runner.config.num_layers
         self._runner = runner
         self._copy_block = copy_block
+        self._tap_layers = tap_layers
         self._builder = StepBuilder(limits, block_tokens)
         self._sampler_states: dict[Sequence, SamplerState] = {}
 
     def execute(self, chunks: Chunks[ScheduledChunk], layer_done: LayerCallback | None) -> StepResults:
-        logits = self._runner.forward(self._builder.build(chunks), layer_done).logits
+        step = self._builder.build(chunks)
+        if self._tap_layers:
+            step = replace(step, tap_layers=self._tap_layers)
+        output = self._runner.forward(step, layer_done)
+        logits, taps = output.logits, output.taps
         prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         if any(chunk.sequence.wants_prompt_logprobs for chunk in chunks):
-            logits, prompt_logprobs = _split_off_prompt(logits, chunks)
+            sampled_rows, prompt_logprobs = _split_off_prompt(logits, chunks)
+            logits, taps = logits[sampled_rows], None if taps is None else taps[sampled_rows]
         rows = [
             self._sample_row(chunk.sequence, num_ahead)
             for chunk in chunks
@@ -50,6 +66,7 @@ class ModelExecutor:
             samples.failed,
             samples.logprobs,
             prompt_logprobs,
+            None if taps is None else taps.float().cpu().numpy(),
         )
 
     def copy_block(self, source: int, destination: int) -> None:
@@ -70,7 +87,7 @@ class ModelExecutor:
 
 def _split_off_prompt(
     logits: torch.Tensor, chunks: Chunks[ScheduledChunk]
-) -> tuple[torch.Tensor, dict[int, list[PositionLogprobs]]]:
+) -> tuple[list[int], dict[int, list[PositionLogprobs]]]:
     """The rows that are sampled, and the log-probabilities of prompt tokens by chunk (`StepBuilder` laid the rows)."""
     sampled_rows: list[int] = []
     prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
@@ -89,4 +106,4 @@ def _split_off_prompt(
         if chunk.is_sampled:
             sampled_rows.extend(range(row, row + 1 + chunk.num_drafts))
             row += 1 + chunk.num_drafts
-    return logits[sampled_rows], prompt_logprobs
+    return sampled_rows, prompt_logprobs

@@ -37,8 +37,14 @@ def open_model_engine(
     memory = built.memory
     limits = engine_limits(settings, built.max_model_len)
     pool = BlockPool(memory.num_blocks, memory.layout.block_tokens, built.config.fingerprint, events=context.kv_events)
-    executor = ModelExecutor(built.runner, limits, memory.layout.block_tokens, memory.copy_block)
     speculator = open_speculator(settings, built) if open_speculator is not None else None
+    executor = ModelExecutor(
+        built.runner,
+        limits,
+        memory.layout.block_tokens,
+        memory.copy_block,
+        tap_layers=() if speculator is None else speculator.tap_layers,
+    )
     grammars = GrammarCompiler(lambda: load_tokenizer(resolve_model(settings.model)), built.config.vocab_size)
     return WorkerEngine(
         kind="real",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from cluster.identity import RequestId
 
@@ -60,7 +63,7 @@ class Draft:
 class Drafter(Protocol):
     """Guesses for many requests. Called from the engine thread; forgets a request when told, never by itself.
 
-    Implementations: `ngram.NgramDrafter`, `suffix.SuffixDrafter`.
+    Implementations: `ngram.NgramDrafter`, `suffix.SuffixDrafter`, `eagle.EagleDrafter`, `medusa.MedusaDrafter`.
     """
 
     name: str
@@ -79,4 +82,20 @@ class Drafter(Protocol):
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended; unknown ids change nothing."""
+        ...
+
+
+@runtime_checkable
+class ReadsHiddenStates(Protocol):
+    """A drafter that guesses from the target's hidden states, too."""
+
+    tap_layers: tuple[int, ...]  # whose states it reads, ascending
+
+    def sampled(
+        self, request_id: RequestId, position: int, token_ids: Sequence[int], taps: npt.NDArray[np.float32]
+    ) -> None:
+        """The target said `token_ids` at `position` and behind, out of `taps` [tokens, tap layers, hidden].
+
+        The array is the caller's and changes later.
+        """
         ...

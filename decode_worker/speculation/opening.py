@@ -11,6 +11,7 @@ from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.speculator import OFF, ChainSpeculator
 from decode_worker.speculation.step_costs import measure_step_costs
 from decode_worker.speculation.suffix import SuffixDrafter
+from decode_worker.speculation.trained import measure_guess_ms, open_trained
 from engine.runner_factory import BuiltRunner
 
 logger = logging.getLogger(__name__)
@@ -23,15 +24,19 @@ def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> ChainSpecul
     if settings.speculation == OFF:
         return None
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
-    default = AUTO_DRAFTER
-    if settings.speculation != "auto":
-        default = settings.speculation
+    draft_ms: dict[str, float] = {}
+    default = AUTO_DRAFTER if settings.speculation == "auto" else settings.speculation
+    if settings.speculation == "eagle" or settings.speculation == "medusa":
+        trained = open_trained(settings.speculation, settings, built.config)
+        drafters, draft_ms = {default: trained}, {default: measure_guess_ms(trained, built.config.hidden_size)}
+    elif settings.speculation != "auto":
         if default not in drafters:
             raise StartupError(
-                f"speculation {default} is not there yet, this version has off, auto, {', '.join(drafters)}",
+                f"speculation {default} is not there yet: there are off, auto, {', '.join(drafters)}, eagle, medusa",
                 param="speculation",
             )
         drafters = {default: drafters[default]}
     costs = measure_step_costs(built.runner, built.memory.num_blocks, settings.block_tokens)
-    logger.info("step costs measured", extra={"rows": costs.rows, "step_ms": costs.step_ms})
-    return ChainSpeculator(drafters, default, settings.num_drafts, costs)
+    measured = {"rows": costs.rows, "step_ms": costs.step_ms, "guess_ms": draft_ms}
+    logger.info("step costs measured", extra=measured)
+    return ChainSpeculator(drafters, default, settings.num_drafts, costs, draft_ms)

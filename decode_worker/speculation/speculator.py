@@ -5,8 +5,8 @@ It knows no model and no clock: the costs of steps are measured before (`step_co
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cluster.errors import InvalidRequest, shown
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
-from decode_worker.speculation.draft import Drafter
+from decode_worker.speculation.draft import Drafter, ReadsHiddenStates
 from decode_worker.speculation.gate import GateState, StepCosts, after_step, num_drafts_now
 from engine.drafting import NoDraftReason
 from engine.request import EngineRequest
@@ -28,6 +28,7 @@ class _Record:
     """One request with its drafter."""
 
     drafter: Drafter
+    costs: StepCosts | None
     num_read: int = 0  # tokens that the drafter knows
     gate: GateState = field(default_factory=GateState)
 
@@ -36,13 +37,31 @@ class ChainSpeculator:
     """Implements `engine.drafting.Speculator`."""
 
     def __init__(
-        self, drafters: Mapping[str, Drafter], default_drafter: str, max_drafts: int, costs: StepCosts | None
+        self,
+        drafters: Mapping[str, Drafter],
+        default_drafter: str,
+        max_drafts: int,
+        costs: StepCosts | None,
+        draft_ms: Mapping[str, float] | None = None,
     ) -> None:
-        """Requests that name no drafter get `default_drafter`. Without `costs` there is no gate: always guess."""
+        """Requests that name no drafter get `default_drafter`. Without `costs` there is no gate: always guess.
+
+        `draft_ms`: what a guess of a drafter takes where it is not what `costs` say.
+        """
         self._drafters = dict(drafters)
+        own_ms = draft_ms or {}
+        self._costs_of = {
+            name: costs if costs is None or name not in own_ms else replace(costs, draft_ms=own_ms[name])
+            for name in drafters
+        }
+        self.tap_layers = _all_taps(self._drafters)
+        self._taps_of = {
+            name: [self.tap_layers.index(layer) for layer in drafter.tap_layers]
+            for name, drafter in drafters.items()
+            if isinstance(drafter, ReadsHiddenStates)
+        }
         self._default = self._drafters[default_drafter]
         self._max_drafts = max_drafts
-        self._costs = costs
         self._records: dict[RequestId, _Record] = {}
         self._num_verified_steps = 0
         self._num_proposed_at = [0] * max_drafts
@@ -67,8 +86,8 @@ class ChainSpeculator:
             return ()
         num_drafts = min(max_drafts, self._max_drafts, params.num_drafts or self._max_drafts)
         record = self._record(request)
-        if self._costs is not None:
-            num_drafts, record.gate = num_drafts_now(record.gate, batch_size, self._costs, num_drafts)
+        if record.costs is not None:
+            num_drafts, record.gate = num_drafts_now(record.gate, batch_size, record.costs, num_drafts)
         if num_drafts == 0:
             self.no_draft(NoDraftReason.DOES_NOT_PAY)
             return ()
@@ -79,6 +98,15 @@ class ChainSpeculator:
         if not len(draft):
             self.no_draft(NoDraftReason.NO_MATCH)
         return draft.token_ids
+
+    def sampled(
+        self, request: EngineRequest, position: int, token_ids: Sequence[int], taps: npt.NDArray[np.float32]
+    ) -> None:
+        if request.sampling.speculation == OFF:
+            return
+        drafter = self._record(request).drafter
+        if isinstance(drafter, ReadsHiddenStates):
+            drafter.sampled(request.request_id, position, token_ids, taps[:, self._taps_of[drafter.name]])
 
     def no_draft(self, reason: NoDraftReason) -> None:
         self._num_without[reason] += 1
@@ -114,7 +142,8 @@ class ChainSpeculator:
     def _record(self, request: EngineRequest) -> _Record:
         record = self._records.get(request.request_id)
         if record is None:
-            record = _Record(self._drafters.get(request.sampling.speculation, self._default))
+            drafter = self._drafters.get(request.sampling.speculation, self._default)
+            record = _Record(drafter, self._costs_of[drafter.name])
             self._records[request.request_id] = record
         return record
 
@@ -126,3 +155,8 @@ class ChainSpeculator:
         else:
             record.drafter.extend(request_id, fresh)
         record.num_read = len(token_ids)
+
+
+def _all_taps(drafters: Mapping[str, Drafter]) -> tuple[int, ...]:
+    layers = (drafter.tap_layers for drafter in drafters.values() if isinstance(drafter, ReadsHiddenStates))
+    return tuple(sorted({layer for taps in layers for layer in taps}))
