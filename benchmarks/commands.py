@@ -208,6 +208,83 @@ def plan(
     _print_plan(made)
 
 
+def simulate(
+    out: Annotated[Path, typer.Option(help="points, summary, report; may be the sweep's own directory with --splits")],
+    sweep_directory: Annotated[Path | None, typer.Argument(help="of a sweep: its fits are the timing model")] = None,
+    model: Annotated[str, typer.Option(help="never measured: a model of the catalogue")] = "",
+    device: Annotated[str, typer.Option(help="never measured: a device of the catalogue")] = "H100",
+    num_devices: Annotated[int, typer.Option(help="of one worker", min=1)] = 1,
+    quantisation: Annotated[str, typer.Option(help="bf16, fp8, int8, int4")] = "bf16",
+    prefill: Annotated[int, typer.Option(help="prefill workers", min=0)] = 1,
+    decode: Annotated[int, typer.Option(help="decode workers", min=0)] = 1,
+    aggregated: Annotated[int, typer.Option(help="workers that do both", min=0)] = 0,
+    rates: Annotated[str, typer.Option(help="requests/s such as 1,2,4, one run each")] = "1",
+    day: Annotated[bool, typer.Option("--day", help="the rate swings over 24 hours around its mean")] = False,
+    trace: Annotated[Path | None, typer.Option(help="replay: Mooncake .jsonl or Azure .csv", exists=True)] = None,
+    time_factor: Annotated[float, typer.Option(help="trace: its gaps times this")] = 1.0,
+    duration_s: Annotated[float, typer.Option(help="of the arrivals; --day: 86400 is a whole one", min=1)] = 600.0,
+    input_tokens: Annotated[str, typer.Option(help="one number, or low:high; empty: as the sweep had it")] = "",
+    output_tokens: Annotated[str, typer.Option(help="one number, or low:high; empty: as the sweep had it")] = "",
+    hit_rate: Annotated[float, typer.Option(help="-1: as the sweep had it", min=-1, max=0.99)] = -1.0,
+    ttft_ms: Annotated[float, typer.Option(help="0: as the sweep had it", min=0)] = 0.0,
+    tpot_ms: Annotated[float, typer.Option(help="0: as the sweep had it", min=0)] = 0.0,
+    splits: Annotated[
+        int, typer.Option(help="instead of a load: the capacity of every split of up to so many workers", min=0, max=16)
+    ] = 0,
+    policy: Annotated[Path | None, typer.Option(help="autoscaler policy that moves the pools", exists=True)] = None,
+    start_delay_s: Annotated[float, typer.Option(help="from a decision to a ready worker", min=0)] = 30.0,
+    mtbf_s: Annotated[float, typer.Option(help="mean time between two failures of one worker; 0: none", min=0)] = 0.0,
+    event_loss: Annotated[float, typer.Option(help="share of KV events that are lost", min=0, max=0.9)] = 0.0,
+    placement: Annotated[str, typer.Option(help="cache_aware, least_loaded, round_robin")] = "cache_aware",
+    local_prefill: Annotated[bool, typer.Option(help="decode workers may prefill where that is cheaper")] = True,
+    refuse_above_slo: Annotated[
+        float, typer.Option(help="refuse from this multiple of the TTFT objective; 0: never", min=0)
+    ] = 0.0,
+    block_tokens: Annotated[int, typer.Option(help="larger is faster to simulate and coarser", min=1)] = 16,
+    max_leap: Annotated[int, typer.Option(help="decode steps taken as one event; 1: each by itself", min=1)] = 16,
+    seed: Seed = 0,
+) -> None:
+    """Run a cluster that you do not have: the real routing, scheduling and scaling on a virtual clock.
+
+    Only time is modelled: by the fits of a sweep, or by data sheets. Every figure is labelled simulated.
+
+    [dim]tandem simulate sweep-1 --out what-if --prefill 3 --decode 1 --rates 2,4,6[/dim]  another split
+
+    [dim]tandem simulate sweep-1 --out sweep-1 --splits 6[/dim]  all splits, into the sweep's heat map
+
+    [dim]tandem simulate --model Llama-3.1-8B --out replay --prefill 4 --decode 2 --trace conversation_trace.jsonl
+    --block-tokens 256 --ttft-ms 2000 --tpot-ms 40[/dim]
+
+    [dim]tandem simulate --model Llama-3.1-8B --out day --day --duration-s 86400 --rates 20 --policy policy.yaml
+    --mtbf-s 36000 --event-loss 0.01[/dim]  a day with failures
+    """
+    from benchmarks.load_command import parse_lengths
+    from benchmarks.simulator.simulate_command import SimulateOptions, run_simulations, sweep_defaults
+    from benchmarks.simulator.simulation_settings import Faults
+    from benchmarks.workload import LengthLaw
+
+    with _one_line_errors():
+        inputs, outputs, hits, ttft, tpot = LengthLaw(1024, 1024), LengthLaw(256, 256), 0.0, 1000.0, 50.0
+        if sweep_directory is not None:
+            inputs, outputs, hits, ttft, tpot = sweep_defaults(sweep_directory)
+        options = SimulateOptions(
+            out=out, sweep=sweep_directory, model=model, device=device, num_devices=num_devices,
+            quantisation=quantisation, num_prefill=prefill, num_decode=decode, num_aggregated=aggregated,
+            rates_per_s=_numbers(rates), is_day=day, trace=trace, time_factor=time_factor,
+            inputs=parse_lengths(input_tokens) if input_tokens else inputs,
+            outputs=parse_lengths(output_tokens) if output_tokens else outputs,
+            hit_rate=hits if hit_rate < 0 else hit_rate, duration_s=duration_s,
+            ttft_ms=ttft_ms or ttft, tpot_ms=tpot_ms or tpot, policy=policy, splits=splits,
+            changes={
+                "start_delay_s": start_delay_s, "faults": Faults(mtbf_s, event_loss), "placement": placement,
+                "allows_local_prefill": local_prefill, "refuse_above_slo": refuse_above_slo,
+                "block_tokens": block_tokens, "max_leap": max_leap, "seed": seed,
+            },
+        )  # fmt: skip
+        for line in run_simulations(options):
+            typer.echo(line)
+
+
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     """What a user can mend becomes one line and status 2; anything else is our bug and keeps its traceback."""

@@ -219,9 +219,13 @@ def _point(
     kept: Sequence[RequestRecord],
     measured: dict[str, float],
 ) -> Point:
+    return Point(stage, target.deployment, params, to_json(summary), measured, point_stages_ms(kept))
+
+
+def point_stages_ms(kept: Sequence[RequestRecord]) -> dict[str, float]:
+    """Medians of the TTFT's stages; empty where the server does not tell them."""
     told = [record.stages for record in kept if record.stages is not None]
-    stages_ms = {name: float(np.median([one.stage_ms(name) for one in told])) for name in STAGES} if told else {}
-    return Point(stage, target.deployment, params, to_json(summary), measured, stages_ms)
+    return {name: float(np.median([one.stage_ms(name) for one in told])) for name in STAGES} if told else {}
 
 
 def _check(records: Sequence[RequestRecord]) -> None:

@@ -177,10 +177,14 @@ def test_the_tandem_command_finds_these_by_entry_point(tmp_path: Path, monkeypat
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tandem-serve\nVersion: 0.0.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = importlib.metadata.entry_points(group="tandem.commands")
-    assert {entry.name for entry in found} == {"bench", "plan"}
+    assert {entry.name for entry in found} == {"bench", "plan", "eval", "simulate"}
     monkeypatch.setattr(cli, "app", typer.Typer())
     cli._add_installed_commands()
-    for arguments, said in ((["bench", "--help"], "sweep"), (["plan", "--help"], "--max-workers")):
+    for arguments, said in (
+        (["bench", "--help"], "sweep"),
+        (["plan", "--help"], "--max-workers"),
+        (["simulate", "--help"], "--mtbf-s"),
+    ):
         result = RUNNER.invoke(cli.app, arguments)
         assert result.exit_code == 0, result.output
         assert said in result.stdout

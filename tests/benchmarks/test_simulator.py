@@ -1,0 +1,233 @@
+"""Simulated clusters whose answer is known; and the planner's arithmetic against them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.arrivals import ArrivalProcess, arrival_times
+from benchmarks.planner import pool_capacities
+from benchmarks.pool_capacity import TrafficShape
+from benchmarks.request_record import Outcome, RequestRecord
+from benchmarks.run_summary import Slo, summarise
+from benchmarks.simulator.agreement import POINTS, agree
+from benchmarks.simulator.event_queue import EventQueue
+from benchmarks.simulator.simulated_traffic import SimulatedArrival, day_times, synthetic_arrivals, trace_arrivals
+from benchmarks.simulator.simulation import SimulationResult, simulate
+from benchmarks.simulator.simulation_settings import Faults, SimulationSettings
+from benchmarks.traces import TraceRequest
+from benchmarks.workload import LengthLaw, Workload
+from deploy.autoscaler.capacity import CapacityModel
+from deploy.autoscaler.policy import Policy, PoolBounds, ScaleDown
+from deploy.autoscaler.policy import Slo as PolicySlo
+
+# 100 tokens take 1 + 10 ms of prefill; a decode step takes 10 ms and 0.1 for each sequence.
+MODEL = CapacityModel(1.0, 0.1, 0.0, 10.0, 0.1, 0.0, kv_tokens=100_000, max_batch=64)
+SETTINGS = SimulationSettings(
+    MODEL, Slo(500.0, 40.0), 1, 1, allows_local_prefill=False, route_ms=1.0, round_trip_ms=0.0, link_bytes_per_ms=1e12
+)
+
+
+def _arrival(index: int, time_s: float, num_prompt: int, num_output: int, prefix: int = 0) -> SimulatedArrival:
+    shared = ((7, prefix),) if prefix else ()
+    return SimulatedArrival(index, time_s, num_output, (*shared, (1000 + index, num_prompt - prefix)))
+
+
+def _run(settings: SimulationSettings, arrivals: list[SimulatedArrival], duration_s: float = 10.0) -> SimulationResult:
+    return simulate(settings, arrivals, duration_s)
+
+
+def _poisson(rate_per_s: float, duration_s: float, workload: Workload, seed: int = 1) -> list[SimulatedArrival]:
+    times = arrival_times(ArrivalProcess("poisson", rate_per_s), duration_s, seed)
+    return synthetic_arrivals(workload, times, seed)
+
+
+def _ttft_ms(record: RequestRecord) -> float:
+    assert record.ttft_s is not None
+    return record.ttft_s * 1e3
+
+
+@pytest.mark.parametrize("max_leap", [1, 16])
+def test_a_request_alone_takes_what_the_timing_model_says(max_leap: int) -> None:
+    (record,) = _run(replace(SETTINGS, max_leap=max_leap), [_arrival(0, 1.0, 100, 21)]).run.records
+    assert record.is_ok
+    assert _ttft_ms(record) == pytest.approx(1.0 + 11.0, abs=0.01)  # routed, prefilled
+    assert record.tpot_s == pytest.approx(0.0101)  # 20 steps of one sequence
+    assert record.num_output_tokens == 21
+    assert record.stages is not None
+    assert record.stages.prefill_compute_ms == pytest.approx(11.0)
+
+
+@pytest.mark.parametrize("max_leap", [1, 16])
+def test_an_arrival_joins_at_the_step_in_progress_also_within_a_leap(max_leap: int) -> None:
+    settings = replace(SETTINGS, max_leap=max_leap, num_prefill=2)
+    first, second = _run(settings, [_arrival(0, 0.0, 100, 41), _arrival(1, 0.105, 100, 11)]).run.records
+    # The second lands at 117 ms, in the middle of a step of the first; from then on steps take 10.2 ms.
+    assert second.chunk_times_s[0] == pytest.approx(0.117)
+    assert second.tpot_s == pytest.approx((0.0102 * 10 + (0.012 + 0.0101 * 11 - 0.117)) / 10, rel=0.01)
+    assert first.ended_s == pytest.approx(0.012 + 0.0101 * 30 + 0.0102 * 10, rel=0.01)
+
+
+def test_leaps_change_no_result_that_counts() -> None:
+    arrivals = _poisson(30.0, 10.0, Workload(LengthLaw(50, 150), LengthLaw(10, 90)))
+    small, large = (summarise(_run(replace(SETTINGS, max_leap=leap), arrivals).run) for leap in (1, 16))
+    assert large.ttft_ms.p50.value == pytest.approx(small.ttft_ms.p50.value, rel=0.02)
+    assert large.tpot_ms.p50.value == pytest.approx(small.tpot_ms.p50.value, rel=0.01)
+    assert large.output_tokens_per_s == pytest.approx(small.output_tokens_per_s, rel=0.01)
+
+
+def test_one_prefill_worker_is_an_m_d_1_queue() -> None:
+    # Constant prompts of 11 ms, one token each, one prompt a step: the wait is rho S / (2 (1 - rho)).
+    rate_per_s, service_s = 60.0, 0.011
+    settings = replace(SETTINGS, max_batch_tokens=100, model=replace(MODEL, max_batch=64), placement="round_robin")
+    arrivals = _poisson(rate_per_s, 100.0, Workload(LengthLaw(100, 100), LengthLaw(1, 1)))
+    records = _run(settings, arrivals, 100.0).run.records
+    waits = [_ttft_ms(record) - 12.0 for record in records[500:]]
+    rho = rate_per_s * service_s
+    assert sum(waits) / len(waits) == pytest.approx(1e3 * rho * service_s / (2 * (1 - rho)), rel=0.15)
+
+
+def test_a_shared_prefix_is_computed_once_and_its_holder_is_found() -> None:
+    settings = replace(SETTINGS, num_prefill=4)
+    arrivals = [_arrival(index, 0.5 * index, 200, 1, prefix=160) for index in range(6)]
+    records = _run(settings, arrivals).run.records
+    assert [record.cached_tokens for record in records] == [0] + [160] * 5
+    # Without its cache the router finds the holder by chance only.
+    blind = _run(replace(settings, placement="round_robin"), arrivals).run.records
+    assert sum(record.cached_tokens or 0 for record in blind) < sum(record.cached_tokens or 0 for record in records)
+
+
+def test_lost_events_cost_time_and_nothing_else() -> None:
+    workload = Workload(LengthLaw(400, 400), LengthLaw(2, 2), hit_rate=0.8, num_prefixes=6)
+    settings = replace(SETTINGS, num_prefill=4, faults=Faults(event_loss=0.5))
+    records = _run(settings, _poisson(20.0, 20.0, workload), 20.0).run.records
+    assert all(record.is_ok for record in records)
+
+
+def test_a_failed_worker_loses_no_request_and_comes_back() -> None:
+    settings = replace(SETTINGS, num_prefill=3, num_decode=3, faults=Faults(worker_mtbf_s=20.0), start_delay_s=2.0)
+    result = _run(settings, _poisson(20.0, 60.0, Workload(LengthLaw(100, 100), LengthLaw(40, 40))), 60.0)
+    assert result.num_failures > 5
+    assert result.num_moved > 3
+    assert all(record.num_output_tokens == 40 for record in result.run.records if record.is_ok)
+    lost = [record for record in result.run.records if not record.is_ok]
+    assert len(lost) < 0.02 * len(result.run.records)  # moved more often than a router tries
+
+
+def test_without_workers_a_request_waits_and_is_refused() -> None:
+    (record,) = _run(replace(SETTINGS, num_prefill=0, num_decode=0), [_arrival(0, 0.0, 10, 1)]).run.records
+    assert record.outcome is Outcome.HTTP_ERROR
+    assert "no decode worker" in record.detail
+
+
+def test_overload_is_refused_where_the_first_token_would_be_late() -> None:
+    settings = replace(SETTINGS, refuse_above_slo=2.0)
+    arrivals = _poisson(200.0, 20.0, Workload(LengthLaw(100, 100), LengthLaw(2, 2)))
+    records = _run(settings, arrivals, 20.0).run.records
+    served = [record for record in records if record.is_ok]
+    assert 0.3 < len(served) / len(records) < 0.7  # of 200 a second it computes 91
+    assert max(map(_ttft_ms, served)) < 1100
+    assert {record.outcome for record in records if not record.is_ok} == {Outcome.HTTP_ERROR}
+
+
+def test_the_autoscaler_grows_the_pool_that_lacks_and_shrinks_it_again() -> None:
+    policy = Policy(
+        slo=PolicySlo(ttft_ms=500.0, itl_ms=40.0),
+        prefill=PoolBounds(min=1, max=8),
+        decode=PoolBounds(min=1, max=8),
+        scale_down=ScaleDown(window_s=60.0, cooldown_s=10.0, after_up_s=20.0),
+    )
+    busy = _poisson(120.0, 40.0, Workload(LengthLaw(100, 100), LengthLaw(4, 4)))
+    quiet = [
+        replace(arrival, index=len(busy) + arrival.index, time_s=40.0 + arrival.time_s)
+        for arrival in _poisson(1.0, 300.0, Workload(LengthLaw(100, 100), LengthLaw(4, 4)))
+    ]
+    result = _run(replace(SETTINGS, policy=policy, start_delay_s=3.0), busy + quiet, 340.0)
+    assert max(sample.prefill for sample in result.fleet) >= 2
+    assert result.fleet[-1].prefill == 1
+    late = [record for record in result.run.records if 32.0 < record.intended_s < 40.0]
+    assert sum(_ttft_ms(record) < 500 for record in late) > 0.95 * len(late)
+
+
+def test_equal_runs_are_equal() -> None:
+    arrivals = _poisson(20.0, 5.0, Workload(LengthLaw(50, 150), LengthLaw(5, 25)))
+    settings = replace(SETTINGS, num_prefill=2, num_decode=2, faults=Faults(worker_mtbf_s=10.0, event_loss=0.1))
+    assert _run(settings, arrivals).run.records == _run(settings, arrivals).run.records
+
+
+def test_a_trace_keeps_what_its_prompts_share() -> None:
+    trace = [TraceRequest(0.0, 1200, 5, (1, 2, 3)), TraceRequest(1.0, 1300, 5, (1, 2, 9))]
+    first, second = trace_arrivals(trace, time_factor=2.0)
+    assert (first.num_prompt_tokens, second.num_prompt_tokens, second.time_s) == (1200, 1300, 2.0)
+    assert (first.token_ids()[:1024] == second.token_ids()[:1024]).all()
+    assert (first.token_ids()[1024:1200] != second.token_ids()[1024:1200]).all()
+    assert second.shareable_tokens == 1024
+
+
+def test_a_day_is_quiet_at_its_ends_and_busy_in_its_middle() -> None:
+    times = day_times(1.0, 86_400.0, seed=3)
+    night, noon = (times < 3600).sum(), (abs(times - 43_200) < 1800).sum()
+    assert len(times) == pytest.approx(86_400, rel=0.03)
+    assert noon > 3.5 * night
+
+
+def test_time_never_goes_back_and_cancelled_things_never_happen() -> None:
+    events = EventQueue()
+    seen: list[float] = []
+    events.at(2.0, lambda: seen.append(events.now_s))
+
+    def late() -> None:
+        events.at(0.5, lambda: seen.append(events.now_s))
+
+    events.at(1.0, late)
+    events.at(1.5, lambda: seen.append(-1.0)).cancel()
+    events.run(10.0)
+    assert seen == [1.0, 2.0]
+    assert events.now_s == 10.0
+
+
+@pytest.mark.parametrize("point", [POINTS[5], POINTS[17]])
+def test_planner_and_simulator_choose_the_same_split_within_one_worker(point: tuple[int, int, float]) -> None:
+    # All twenty: python -m benchmarks.simulator.agreement
+    assert agree(point, num_requests=120).difference <= 1
+
+
+def test_predicted_capacity_is_what_a_simulated_pair_carries() -> None:
+    policy = Policy(slo=PolicySlo(ttft_ms=120.0, itl_ms=40.0))
+    prefill_of, decode_of = pool_capacities(TrafficShape(100, 30), MODEL, policy)
+    predicted = min(prefill_of(1), decode_of(1))
+    workload = Workload(LengthLaw(100, 100), LengthLaw(30, 30))
+    slo = Slo(120.0, 40.0)
+    kept = {}
+    for share in (0.9, 1.12):
+        arrivals = _poisson(share * predicted, 15.0, workload)
+        records = _run(replace(SETTINGS, slo=slo, max_batch_tokens=100), arrivals, 15.0).run.records
+        kept[share] = sum(slo.is_met(record) for record in records) / len(records)
+    assert kept[0.9] >= 0.9 > kept[1.12]
+
+
+def test_the_command_writes_a_report_whose_rows_say_that_they_are_simulated(tmp_path: Path) -> None:
+    import typer
+
+    from benchmarks.commands import simulate as command
+
+    app = typer.Typer()
+    app.command()(command)
+    flags = ["--model", "Llama-3.1-8B", "--out", str(tmp_path), "--rates", "4,8", "--duration-s", "10",
+             "--output-tokens", "16"]  # fmt: skip
+    result = CliRunner().invoke(app, flags)
+    assert result.exit_code == 0, result.output
+    assert "every figure is simulated" in result.output
+    page = (tmp_path / "report.html").read_text()
+    assert "coupled-simulated_1P1D-rate4" in page
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert [row["point"]["stage"] for row in rows] == ["simulated", "simulated"]
+    assert not math.isnan(rows[0]["summary"]["ttft_ms"]["p50"]["value"])
+    refused = CliRunner().invoke(app, ["--out", str(tmp_path)])
+    assert refused.exit_code == 2
+    assert "--model and --device" in refused.output
