@@ -113,6 +113,10 @@ class RetryElsewhere(TandemError):
     retryable = True
 
 
+# The code of a request that its worker gives back because it stops: nothing failed, and no fault is counted.
+HANDED_OVER = "worker_stopping"
+
+
 class WorkerUnavailable(RetryElsewhere):
     """The worker is dead, draining, or not ready."""
 

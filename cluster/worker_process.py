@@ -35,7 +35,9 @@ ROLES = {
     "decode": common_pb2.WORKER_ROLE_DECODE,
     "aggregated": common_pb2.WORKER_ROLE_AGGREGATED,
 }
-# After the drain: what still writes gets this long before its stream is cut.
+# After the drain: what is handed over has this long to tell its router, which then places it elsewhere.
+HAND_OVER_TIMEOUT_S = 2.0
+# After that: what still writes gets this long before its stream is cut.
 STOP_GRACE_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,10 @@ class WorkerNode(AdminNode, Protocol):
         ...
 
     async def wait_until_idle(self) -> None: ...
+
+    def hand_over(self) -> None:
+        """The drain is over: what is left in flight goes on at other workers."""
+        ...
 
     async def failed(self) -> str:
         """Returns only when the worker cannot serve any more, with the reason."""
@@ -191,7 +197,9 @@ async def _drained(settings: WorkerSettings, node: WorkerNode, signals: StopSign
         async with asyncio.timeout(settings.drain_timeout_s):
             await asyncio.wait((idle, stop_now), return_when=asyncio.FIRST_COMPLETED)
     if not idle.done():
-        logger.warning("stopping with requests in flight", extra={"worker_id": settings.worker_id})
+        logger.warning("stopping, requests in flight are handed over", extra={"worker_id": settings.worker_id})
+        node.hand_over()
+        await asyncio.wait((idle,), timeout=HAND_OVER_TIMEOUT_S)
     for task in (idle, stop_now):
         task.cancel()
     await asyncio.gather(idle, stop_now, return_exceptions=True)

@@ -115,6 +115,10 @@ class DecodeNode:
     async def wait_until_idle(self) -> None:
         await self.live.wait_until_idle()
 
+    def hand_over(self) -> None:
+        for flow in self.live.all():
+            flow.hand_over()
+
     async def failed(self) -> str:
         return await self._parts.wait_for_failure()
 

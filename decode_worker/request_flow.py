@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from tandem.v1 import common_pb2, worker_pb2
 
 from cluster.errors import (
+    HANDED_OVER,
     DeadlineExceeded,
     EngineFailure,
     TandemError,
@@ -65,6 +66,7 @@ class RequestFlow:
         self._error: TandemError | None = None
         self._task: asyncio.Task[None] | None = None
         self._cancel_reason = ""
+        self._is_handed_over = False
         self._is_in_engine = False
         self._landing: PromptLanding | None = None
         self._num_generated = request.num_generated
@@ -88,6 +90,9 @@ class RequestFlow:
         except TimeoutError:
             self._fail(DeadlineExceeded(f"the deadline of {self.request.deadline_s:.1f} s passed"))
         except asyncio.CancelledError:
+            if self._is_handed_over:
+                self._fail(WorkerUnavailable("the worker stops", code=HANDED_OVER, stage="decode"))
+                return
             self._cancel_reason = self._cancel_reason or "the worker stops"
         except TandemError as error:
             self._fail(error)
@@ -109,6 +114,13 @@ class RequestFlow:
         self._cancel_reason = reason
         if self._task is not None:
             self._task.cancel()
+
+    def hand_over(self) -> None:
+        """The worker stops: the router shall place the request elsewhere, where it goes on at the next token."""
+        if self._task is None or self._cancel_reason or self._ended.is_set():
+            return
+        self._is_handed_over = True
+        self._task.cancel()
 
     async def _land(self) -> Landed | None:
         """The prompt with its KV here; None when the engine shall prefill it."""
@@ -154,7 +166,7 @@ class RequestFlow:
 
     def on_output(self, output: SequenceOutput) -> StepEntry | None:
         """This request's share of a step as the router shall see it; None when there is nothing (more) to say."""
-        if self._cancel_reason or self._ended.is_set():
+        if self._cancel_reason or self._is_handed_over or self._ended.is_set():
             return None
         if output.finish_reason is FinishReason.ERROR:
             self._end(EngineFailure(output.error or "the engine failed on this request", stage="decode"))

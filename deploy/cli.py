@@ -36,6 +36,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Models on this machine.")
 key_app = typer.Typer(no_args_is_help=True, help="API keys, needed on an address that others can reach.")
 app.add_typer(model_app, name="model")
 app.add_typer(key_app, name="key")
+scaler_app = typer.Typer(no_args_is_help=True, help="What the autoscaler decided, and why.")
+app.add_typer(scaler_app, name="scaler")
 policy_app = typer.Typer(no_args_is_help=True, help="Autoscaler policy files.")
 app.add_typer(policy_app, name="policy")
 
@@ -86,10 +88,12 @@ def _add_installed_commands() -> None:
 def _exit_status(error: Exception) -> int | None:
     """2 for what could not start, 1 for what failed afterwards, None for what nobody expected."""
     from cluster.errors import StartupError
+    from deploy.autoscaler.journal import JournalError
     from deploy.client import AnswerFailed, ClusterUnreachable
     from deploy.local_cluster import ClusterFailed
+    from deploy.yaml_settings import YamlSettingsError
 
-    if isinstance(error, StartupError | ClusterUnreachable):
+    if isinstance(error, StartupError | ClusterUnreachable | JournalError | YamlSettingsError):
         return EXIT_CANNOT_START
     return EXIT_FAILED if isinstance(error, AnswerFailed | ClusterFailed) else None
 
@@ -122,6 +126,12 @@ def serve(
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any free one", min=0, max=65535)] = None,
     redis_url: Annotated[str | None, typer.Option(help="your own Redis instead of the embedded one")] = None,
     seed: Annotated[int | None, typer.Option(help="base of the seeds of requests that name none")] = None,
+    autoscale: Annotated[
+        Path | None, typer.Option(help="policy file: start, stop and flip workers as the traffic asks")
+    ] = None,
+    drain_timeout_s: Annotated[
+        float | None, typer.Option(help="a stopping worker's requests may end this long, then they move", min=0)
+    ] = None,
     link_bytes_per_s: Annotated[int | None, typer.Option(hidden=True, min=0)] = None,
     ask: Annotated[str, typer.Option(help="stream one answer once it is up, then keep serving")] = "",
 ) -> None:
@@ -137,6 +147,8 @@ def serve(
 
     [dim]tandem serve --engine mock --prefill 4 --decode 4[/dim]  eight workers that keep time and compute nothing
 
+    [dim]tandem serve --autoscale deploy/policies/latency-first.yaml[/dim]  the pools follow the traffic
+
     [dim]tandem serve --config cluster.yaml --transport tcp[/dim]
     """
     from deploy.config import DEFAULT_CLUSTER_FILE, load_cluster_config, override
@@ -149,7 +161,7 @@ def serve(
         "transports": tuple(transport.split(",")) if transport else None, "block_tokens": block_tokens,
         "router.policy": policy,
         "router.host": host, "router.port": port, "router.grpc_port": grpc_port, "redis.url": redis_url,
-        "seed": seed, "link_bytes_per_s": link_bytes_per_s,
+        "seed": seed, "autoscale": autoscale, "drain_timeout_s": drain_timeout_s, "link_bytes_per_s": link_bytes_per_s,
     }  # fmt: skip
     loaded = load_cluster_config(config or DEFAULT_CLUSTER_FILE)
     asyncio.run(_serve(override(loaded, {key: value for key, value in flags.items() if value is not None}), ask))
@@ -258,6 +270,56 @@ def policy_check(files: Annotated[list[Path], typer.Argument(help="policy files"
             typer.echo(str(error), err=True)
     if is_wrong:
         raise typer.Exit(EXIT_FAILED)
+
+
+@scaler_app.command("explain")
+def scaler_explain(
+    journal: Annotated[Path | None, typer.Argument(help="a journal; default: the newest one")] = None,
+    last: Annotated[int, typer.Option(help="lines at most", min=1)] = 60,
+    shows_all: Annotated[bool, typer.Option("--all", help="every tick, not only those that brought news")] = False,
+) -> None:
+    """Say what the autoscaler saw, decided and did, tick by tick.
+
+    [dim]tandem scaler explain[/dim]  the cluster that ran last
+    """
+    from deploy.autoscaler.journal import read_journal
+    from deploy.scaler_view import explained
+
+    for line in list(explained(read_journal(journal or _newest_journal()), shows_all=shows_all))[-last:]:
+        typer.echo(line)
+
+
+@scaler_app.command("replay")
+def scaler_replay(
+    journal: Annotated[Path | None, typer.Argument(help="a journal; default: the newest one")] = None,
+    policy: Annotated[Path | None, typer.Option(help="decide by this policy instead of the recorded one")] = None,
+) -> None:
+    """Decide a recorded run again; ends with status 1 when a decision differs.
+
+    [dim]tandem scaler replay --policy mine.yaml[/dim]  what would this policy have done at each tick?
+    """
+    from deploy.autoscaler.journal import read_journal
+    from deploy.autoscaler.policy_file import load_policy
+    from deploy.autoscaler.replay import replay
+    from deploy.scaler_view import difference
+
+    ticks = replay(read_journal(journal or _newest_journal()), None if policy is None else load_policy(policy))
+    differing = [tick for tick in ticks if not tick.is_same]
+    for tick in differing:
+        typer.echo(difference(tick))
+    typer.echo(f"{len(ticks)} ticks decided again, {len(differing)} differ")
+    if differing:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _newest_journal() -> Path:
+    from deploy.autoscaled_pools import journal_directory
+    from deploy.autoscaler.journal import JournalError
+
+    found = sorted(journal_directory().glob("*.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise JournalError(f"no journal in {journal_directory()}: `tandem serve --autoscale POLICY.yaml` writes one")
+    return found[-1]
 
 
 @app.command()

@@ -7,7 +7,7 @@ free ports.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,10 +40,20 @@ _MODULE_BY_ROLE: dict[Role, str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class RedisAddress:
+    """Where membership lives, for clients in the supervisor's process."""
+
+    url: str
+    password_file: Path | None
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """Everything to start, and where clients will find it."""
 
     processes: tuple[ProcessSpec, ...]
+    make_worker: Callable[[Role, str], ProcessSpec]  # one more of a role, under a name of its own
+    redis: RedisAddress
     is_complete: Probe  # the router has found every worker: requests go through both pools from the first one on
     url: str
     grpc_address: str  # empty: off
@@ -77,6 +87,8 @@ def plan_cluster(config: ClusterConfig, model: Path, runtime_dir: Path) -> Clust
     url = f"http://{host}:{settings.http_port}"
     return ClusterPlan(
         processes=(*redis, *workers, _router(shared, settings, url)),
+        make_worker=lambda role, worker_id: _worker(shared, role, dict(_pools(config))[role], worker_id),
+        redis=RedisAddress(redis_url, password_file),
         is_complete=pools_probe(url, {role: pool.workers for role, pool in _pools(config) if pool.workers}),
         url=url,
         grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else "",

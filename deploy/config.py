@@ -112,11 +112,14 @@ class ClusterConfig(Section):
     aggregated: PoolConfig = PoolConfig(workers=0)
     router: RouterConfig = RouterConfig()
     redis: RedisConfig = RedisConfig()
+    autoscale: Path | None = Field(default=None, description="a policy file: the pools follow the traffic by it")
 
     @model_validator(mode="after")
     def _can_serve(self) -> ClusterConfig:
         if self.decode.workers + self.aggregated.workers == 0:
             raise ValueError("no worker decodes: set decode.workers or aggregated.workers to 1 or more")
+        if self.autoscale is not None and not (self.prefill.workers and self.decode.workers):
+            raise ValueError("autoscale needs two pools: set prefill.workers and decode.workers to 1 or more")
         if self.prefill.workers and not self.decode.workers:
             raise ValueError("prefill workers need decode workers: set decode.workers, or prefill.workers to 0")
         if self.decode.workers and not self.prefill.workers and self.router.prefill_fallback == "deny":

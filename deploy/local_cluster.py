@@ -16,6 +16,7 @@ from cluster.errors import StartupError
 from cluster.model_files import check_model, resolve_model, tandem_home
 from cluster.process_guard import StopSignals
 from cluster.racing_tasks import first_of
+from deploy.autoscaled_pools import AutoscaledPools
 from deploy.cluster_plan import ClusterPlan, plan_cluster
 from deploy.config import ClusterConfig
 from deploy.launcher import LocalLauncher
@@ -60,10 +61,11 @@ async def run_cluster(
     directory = RuntimeDirectory.create(default_base())
     try:
         plan = plan_cluster(config, model, directory.path)
+        pools = AutoscaledPools.of(config, plan, directory.path.name)
         display.planned(plan)
         supervisor = Supervisor(plan.processes, LocalLauncher(directory.logs), display.changed)
         try:
-            await _serve(supervisor, plan, signals, display, while_serving)
+            await _serve(supervisor, plan, pools, signals, display, while_serving)
         finally:
             display.stopping()
             await _stop(supervisor, signals)
@@ -79,6 +81,7 @@ async def run_cluster(
 async def _serve(
     supervisor: Supervisor,
     plan: ClusterPlan,
+    pools: AutoscaledPools | None,
     signals: StopSignals,
     display: ClusterDisplay,
     while_serving: Callable[[ClusterPlan], Awaitable[None]],
@@ -94,7 +97,10 @@ async def _serve(
     if signals.drain.is_set():
         return
     display.ready(plan)
-    await first_of(serve(), _raise_failure(supervisor), _asked_to_stop(signals))
+    steps = [serve(), _raise_failure(supervisor), _asked_to_stop(signals)]
+    if pools is not None:
+        steps.append(pools.run(supervisor))
+    await first_of(*steps)
 
 
 async def _wait_until_complete(plan: ClusterPlan) -> None:

@@ -102,12 +102,16 @@ class PrefillNode:
         """Until every transfer was acknowledged, or ended otherwise."""
         await self._is_idle.wait()
 
+    def hand_over(self) -> None:
+        """The decode workers ask somebody else."""
+        for peer in list(self._service.connected.values()):
+            peer.hang_up("the worker stops")
+
     async def failed(self) -> str:
         return await self._parts.wait_for_failure()
 
     async def close(self) -> None:
-        for peer in list(self._service.connected.values()):
-            peer.hang_up("the worker stops")
+        self.hand_over()
         flows = list(self._flows.values())
         for flow in flows:
             flow.peer_gone()

@@ -20,6 +20,7 @@ from typing import Protocol
 from tandem.v1 import worker_pb2
 
 from cluster.errors import (
+    HANDED_OVER,
     ClientError,
     DeadlineExceeded,
     EngineFailure,
@@ -42,6 +43,7 @@ from router.timing_model import TimingModel
 from router.worker_registry import WorkerRegistry
 from router.worker_state import WorkerState
 
+# Failed ones of one request, before it fails.
 MAX_PLACEMENTS = 4
 # A request that was running on this many workers when they died is taken to be what killed them.
 MAX_LOSSES = 2
@@ -127,16 +129,18 @@ class Dispatcher:
 
     def sequence_failed(self, sequence: Sequence, error: TandemError) -> None:
         """From a session. The sequence goes on elsewhere, waits, or ends with this error."""
-        if error.error_code == "worker_lost":
-            sequence.num_losses += 1
+        # A worker that stops in order gives back what it has: however often that happens, nothing went wrong.
+        is_failure = error.error_code != HANDED_OVER
+        sequence.num_failures += is_failure
+        sequence.num_losses += error.error_code == "worker_lost"
         if sequence.is_complete:
             sequence.complete()
             return
         self._note_failure(sequence.placement, error)
-        if not isinstance(error, RetryElsewhere) or sequence.fence + 1 >= MAX_PLACEMENTS:
+        if not isinstance(error, RetryElsewhere) or sequence.num_failures >= MAX_PLACEMENTS:
             sequence.fail(error)
             return
-        if not self.retries.may_move(sequence.fence, self._clock()):
+        if is_failure and not self.retries.may_move(sequence.num_failures - 1, self._clock()):
             sequence.fail(error)
             return
         if sequence.num_losses >= MAX_LOSSES:

@@ -85,7 +85,8 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     excluded: set[Incarnation] = field(default_factory=set)  # failed it
     waited_s: float = 0.0  # in the router, for its first placement
-    num_losses: int = 0  # workers that died with it
+    num_failures: int = 0  # placements that did not go well
+    num_losses: int = 0  # of them, workers that died with it
     session: WorkerSession | None = None
     booking: Booking | None = None
     has_started: bool = False  # a first token has come

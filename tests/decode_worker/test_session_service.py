@@ -188,3 +188,18 @@ async def test_other_protocol_version_is_refused(target: str) -> None:
         await client.read()
     assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     await client.close()
+
+
+async def test_f20_a_worker_whose_drain_is_over_hands_its_requests_over_and_has_nothing_left(
+    router: RouterClient, node: SessionNode
+) -> None:
+    node.engine.permit(-(10**9))
+    await router.submit("running", [1], 3)
+    await until(lambda: len(node.engine.submitted) == 1, "it runs")
+    (flow,) = node.live.all()
+    flow.hand_over()
+    failed = (await router.read()).failed
+    assert (failed.request_id, failed.failure.code, failed.failure.retryable) == ("running", "worker_stopping", True)
+    await asyncio.wait_for(node.live.wait_until_idle(), DEADLINE_S)
+    assert "running/1" in node.engine.cancelled
+    flow.hand_over()  # once it has ended it changes nothing

@@ -130,6 +130,25 @@ async def test_s_b65_a_worker_that_refused_is_not_asked_again(start_router: Star
     assert refused.json()["error"]["code"] == "kv_capacity"
 
 
+async def test_f20_workers_that_stop_in_order_cost_a_request_none_of_its_attempts(start_router: StartRouter) -> None:
+    router = await start_router()
+    workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "abcdef"]
+    handed_over: list[str] = []
+
+    def refuse(submit: worker_pb2.SubmitRequest) -> common_pb2.Failure | None:
+        if submit.fence == 5:
+            return None
+        handed_over.append(submit.request_id)
+        return common_pb2.Failure(code="worker_stopping", message="the worker stops", retryable=True)
+
+    for worker in workers:
+        worker.refuse = refuse
+    async with httpx.AsyncClient(base_url=router.url) as http:
+        answer = await http.post("/v1/completions", json=BODY)
+    assert answer.status_code == 200
+    assert len(handed_over) == 5
+
+
 async def test_deterministic_refusals_of_a_worker_are_not_retried(start_router: StartRouter) -> None:
     router = await start_router()
     workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "ab"]
