@@ -46,6 +46,7 @@ class ChatTemplate:
         """Raises `StartupError` when the template does not compile, or fails or breaks a limit on a small chat."""
         self._sandbox = TemplateSandbox(clock)
         self._special_tokens = dict(special_tokens)
+        self._source = source
         self._sandbox.globals["raise_exception"] = _refuse
         self._sandbox.globals["strftime_now"] = lambda layout: now().strftime(layout)
         try:
@@ -56,6 +57,10 @@ class ChatTemplate:
                 f"the model's chat template fails: {type(error).__name__}: {error}: use another model file",
                 param="model",
             ) from None
+
+    def mentions(self, name: str) -> bool:
+        """Whether the template's text has this in it: `tools`, say, for one that writes them."""
+        return name in self._source
 
     def render(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -29,7 +30,8 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    messages: tuple[Mapping[str, Any], ...]  # role, content as text, name
+    messages: tuple[Mapping[str, Any], ...]  # role, content as text, name, tool calls with their arguments as objects
+    tools: tuple[Tool, ...] = ()
 
 
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
@@ -42,6 +44,44 @@ class Guide:
     kind: str
     text: str
     param: str
+
+
+class ToolMode(enum.Enum):
+    AUTO = "auto"  # the model decides
+    NONE = "none"
+    REQUIRED = "required"  # at least one call, and nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the client offers. `parameters` is a JSON schema as text."""
+
+    name: str
+    description: str
+    parameters: str
+    is_strict: bool
+    param: str  # where it stands in the request
+
+    def to_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = {"name": self.name, "description": self.description, "parameters": json.loads(self.parameters)}
+        return {"type": "function", "function": function}
+
+    def check(self, *, is_followed: bool) -> Guide:
+        """What must be compilable: the schema itself, or of one that only describes, what is known of its keywords."""
+        text = self.parameters
+        if not is_followed:
+            text = json.dumps({**json.loads(text), "x-guidance": {"lenient": True}})
+        return Guide("json_schema", text, f"{self.param}.function.parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Which tools the model may call, whether it must, and whether several times."""
+
+    tools: tuple[Tool, ...]
+    mode: ToolMode
+    is_parallel: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +106,8 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     guide: Guide | None = None
+    described: tuple[Guide, ...] = ()  # schemas of tools: checked, whether they guide or only describe
+    tool_use: ToolUse | None = None
     logprobs: int = NO_LOGPROBS
     prompt_logprobs: int = NO_LOGPROBS
     echo: bool = False

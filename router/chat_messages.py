@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import ContextLengthExceeded, InvalidRequest, shown
-from router.field_rules import invalid_value, unknown_parameter, unsupported_parameter
+from router.field_rules import Integer, Record, Rule, Text, invalid_value, unknown_parameter, unsupported_parameter
 from router.limits import MAX_NAME_CHARS, ServingLimits, check_prompt_text
 
+MAX_CALLS = 128  # in one message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # OpenAI's fields of a message that clients send back from an earlier answer; null or empty they say nothing.
-_EMPTY_FIELDS = ("tool_calls", "function_call", "refusal", "audio", "annotations", "reasoning_content")
+_EMPTY_FIELDS = ("function_call", "refusal", "audio", "annotations", "reasoning_content")
 
 
 def check_messages(value: Any, limits: ServingLimits) -> tuple[Mapping[str, Any], ...]:
@@ -25,7 +27,7 @@ def check_messages(value: Any, limits: ServingLimits) -> tuple[Mapping[str, Any]
             f"messages has {len(value)} entries, more than the model's {limits.max_model_len} tokens", param="messages"
         )
     messages = tuple(_check_message(message, f"messages[{index}]") for index, message in enumerate(value))
-    check_prompt_text(sum(len(message["content"]) for message in messages), limits, "messages")
+    check_prompt_text(sum(map(_num_chars, messages)), limits, "messages")
     return messages
 
 
@@ -43,12 +45,44 @@ def _check_message(value: Any, param: str) -> Mapping[str, Any]:
             if not isinstance(item, str) or len(item) > MAX_NAME_CHARS:
                 raise invalid_value(f"{param}.{name}", item, f"a string of at most {MAX_NAME_CHARS} characters")
             message[name] = item
+        elif name == "tool_calls":
+            if calls := check_tool_calls(item, role, f"{param}.{name}"):
+                message[name] = calls
         elif name in _EMPTY_FIELDS:
             if item not in ("", [], {}):
                 raise unsupported_parameter(f"{param}.{name}", "this server does not offer it")
         else:
             raise unknown_parameter(f"{param}.{name}")
     return message
+
+
+def check_tool_calls(value: Any, role: str, param: str) -> list[dict[str, Any]]:
+    """Calls of an earlier answer, their arguments as objects: that is what chat templates write."""
+    if not isinstance(value, list) or len(value) > MAX_CALLS:
+        raise invalid_value(param, value, f"an array of at most {MAX_CALLS} calls")
+    if value and role != "assistant":
+        raise InvalidRequest(f"{param} stands in a message of role {role}; calls are the assistant's", param=param)
+    return [_check_call(call, f"{param}[{index}]") for index, call in enumerate(value)]
+
+
+def _check_call(value: Any, param: str) -> dict[str, Any]:
+    name = Text(1, MAX_NAME_CHARS)
+    function = Record({"name": name, "arguments": Text()}, required=("name", "arguments"))
+    rules: dict[str, Rule] = {"id": name, "type": Text(), "index": Integer(0, MAX_CALLS), "function": function}
+    call = Record(rules, required=("function",)).check(value, param)
+    place = f"{param}.function.arguments"
+    try:
+        arguments = json.loads(call["function"]["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid_value(place, call["function"]["arguments"], "a JSON object as text")
+    written = {"name": call["function"]["name"], "arguments": arguments}
+    return {"id": call.get("id", ""), "type": "function", "function": written}
+
+
+def _num_chars(message: Mapping[str, Any]) -> int:
+    return len(message["content"]) + len(str(message.get("tool_calls", "")))
 
 
 def _check_content(value: Any, role: str, param: str) -> str:

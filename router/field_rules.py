@@ -114,6 +114,7 @@ class ListOf:
     max_items: int
     min_items: int = 0
     accepts_single: bool = False  # one item alone stands for a list of it
+    names_items: bool = False  # an error says which entry it is about: `tools[1]`
 
     def check(self, value: Any, param: str) -> tuple[Any, ...]:
         if self.accepts_single and not isinstance(value, list):
@@ -124,7 +125,8 @@ class ListOf:
             raise InvalidRequest(
                 f"{param} has {len(value)} entries, must have {self.min_items} to {self.max_items}", param=param
             )
-        return tuple(self.item.check(item, param) for item in value)
+        names = (f"{param}[{index}]" if self.names_items else param for index in range(len(value)))
+        return tuple(self.item.check(item, name) for item, name in zip(value, names, strict=True))
 
     def schema(self) -> dict[str, Any]:
         array = {

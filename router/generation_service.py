@@ -32,6 +32,7 @@ from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
 from router.sequence import Sequence, SequenceSpec
 from router.tenants import scope_key
+from router.tool_format import HERMES, ToolFormat
 from router.worker_registry import WorkerRegistry
 
 _SEED_MASK = 2**64 - 1
@@ -60,6 +61,7 @@ class GenerationService:
         dispatcher: Dispatcher,
         metrics: RequestMetrics,
         grammars: GrammarChecker,
+        tool_format: ToolFormat = HERMES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -71,6 +73,7 @@ class GenerationService:
         self._dispatcher = dispatcher
         self.metrics = metrics
         self._grammars = grammars
+        self.tool_format = tool_format
         self._clock = clock
         self._seeds = random.Random(policy.seed)  # noqa: S311  noise for sampling, no secret
         metrics.watch_requests(lambda: self.num_running, lambda: admission.num_waiting)
@@ -146,8 +149,8 @@ class GenerationService:
         self, request: GenerationRequest, request_id: RequestId, tenant: Tenant, times: RequestTimes
     ) -> Answer:
         """The answer with all its choices; nothing is placed."""
-        if request.guide is not None:
-            await self._grammars.check(request.guide.kind, request.guide.text, request.guide.param)
+        for guide in (*request.described, *(() if request.guide is None else (request.guide,))):
+            await self._grammars.check(guide.kind, guide.text, guide.param)
         prompts = [await self.encoder.encode(prompt) for prompt in request.prompts]
         self.metrics.demand.encoded([len(token_ids) for token_ids in prompts])
         deadline_s = times.admitted_s + (request.timeout_s or self._policy.request_timeout_s)

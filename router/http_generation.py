@@ -65,10 +65,12 @@ class GenerationEndpoint:
             await response.fail(error)
 
     async def _write(self, request: GenerationRequest, answer: Answer, response: _Response) -> None:
-        writer = OpenAiWriter(request, answer, self._service.tokenizer, self._service.limits.model_name)
+        service = self._service
+        writer = OpenAiWriter(request, answer, service.tokenizer, service.limits.model_name, service.tool_format)
         if request.is_streamed:
             async for updates in answer.updates():
-                await response.send_events(writer.events(updates))
+                if events := writer.events(updates):
+                    await response.send_events(events)
             await response.end_events(writer.last_events())
             return
         collected: list[ChoiceUpdate] = []

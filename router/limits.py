@@ -30,6 +30,7 @@ from router.field_rules import (
     unsupported_parameter,
 )
 from router.guided_output import GUIDED_GRAMMAR, GUIDED_REGEX, GuidedChoice, GuidedJson, ResponseFormat
+from router.tool_fields import TOOLS, ToolChoice
 
 # More characters than this for each token of context cannot fit: no tokenizer's average piece is longer.
 MAX_CHARS_PER_TOKEN = 16
@@ -87,6 +88,9 @@ def chat_fields(limits: ServingLimits) -> dict[str, Rule]:
         "max_completion_tokens": _max_tokens(limits),
         "logprobs": Flag(),
         "top_logprobs": Integer(0, MAX_LOGPROBS),
+        "tools": TOOLS,
+        "tool_choice": ToolChoice(),
+        "parallel_tool_calls": Flag(),
     }
 
 
@@ -208,8 +212,8 @@ def _refuse(name: str, value: object, rules: Mapping[str, Rule]) -> None:
 
 # Values that ask for what happens anyhow.
 _NEUTRAL_VALUES: dict[str, Rule] = {
-    "tool_choice": OnlyValue("none", "this server does not offer tools"),
-    "tools": OnlyValue([], "this server does not offer tools"),
+    "tool_choice": OnlyValue("none", "tools belong to a chat"),
+    "tools": OnlyValue([], "tools belong to a chat"),
     "best_of": OnlyValue(1, "this server returns every choice it generates; use n"),
     "store": OnlyValue(False, "this server stores nothing"),
     "skip_special_tokens": OnlyValue(True, "special tokens are not part of the text"),

@@ -20,6 +20,8 @@ from router.answer import Answer, ChoiceUpdate, Usage
 from router.api_types import ApiKind, GenerationRequest, TextPrompt
 from router.choice_text import ShownToken
 from router.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from router.openai_tools import ToolCallReader, delta_json, whole_calls
+from router.tool_format import HERMES, ToolFormat
 
 DONE = b"data: [DONE]\n\n"
 
@@ -36,12 +38,14 @@ class OpenAiWriter:
         answer: Answer,
         tokenizer: Tokenizer,
         model: str,
+        tool_format: ToolFormat = HERMES,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._request = request
         self._answer = answer
         self._tokenizer = tokenizer
         self._is_chat = request.kind is ApiKind.CHAT
+        self._tools = None if request.tool_use is None else ToolCallReader(request.tool_use, tool_format)
         self._has_logprobs = request.logprobs >= 0
         self._begun: set[int] = set()  # choices of which something was sent
         created = int(unix_time())
@@ -86,19 +90,27 @@ class OpenAiWriter:
     # --- chunks -------------------------------------------------------------------------------------------------------
 
     def _event(self, update: ChoiceUpdate) -> str:
+        text = update.delta.text
+        finish_reason, tool_delta = update.finish_reason, None
+        if self._tools is not None:
+            tool_delta = self._tools.read(update.index, text, is_last=finish_reason is not None)
+            if not (tool_delta or finish_reason or update.delta.tokens):
+                return ""  # held back until it shows whether it is a call
+            finish_reason = self._tools.finish_reason(update.index, finish_reason)
         is_first = update.index not in self._begun
         if is_first:
             self._begun.add(update.index)
-        text = update.delta.text
         if is_first and self._request.echo:
             text = self._echo_text(update.index) + text
-        finish = "null" if update.finish_reason is None else f'"{update.finish_reason}"'
+        finish = "null" if finish_reason is None else f'"{finish_reason}"'
         stop = f',"stop_reason":{json.dumps(update.stop_reason)}' if update.stop_reason is not None else ""
         logprobs = json.dumps(self._chunk_logprobs(update, is_first)) if self._has_logprobs else "null"
         tail = self._tail
         if self._request.has_continuous_usage:
             tail = f',"usage":{json.dumps(usage_json(self._answer.usage), separators=(",", ":"))}}}\n\n'
-        if self._is_chat:
+        if tool_delta is not None:
+            content = f'"delta":{delta_json(tool_delta, with_role=is_first)}'
+        elif self._is_chat:
             role = '"role":"assistant",' if is_first else ""
             content = f'"delta":{{{role}"content":{quoted(text)}}}'
         else:
@@ -123,11 +135,16 @@ class OpenAiWriter:
         choice: dict[str, Any] = {"index": index}
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            if self._tools is not None:
+                read = self._tools.read(index, text, is_last=True)
+                if read.calls:
+                    choice["message"] |= {"content": read.content or None, "tool_calls": whole_calls(read.calls)}
         else:
             choice["text"] = self._echo_text(index) + text if self._request.echo else text
         echoed = prompt if self._request.echo else ()
         choice["logprobs"] = self._logprobs(index, tokens, echoed) if self._has_logprobs else None
-        choice["finish_reason"] = last.finish_reason
+        reason = last.finish_reason
+        choice["finish_reason"] = reason if self._tools is None else self._tools.finish_reason(index, reason)
         choice["stop_reason"] = last.stop_reason
         if self._request.prompt_logprobs >= 0:
             spec = self._answer.specs[index]

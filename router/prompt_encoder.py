@@ -18,6 +18,7 @@ from cluster.tokenizer import Tokenizer
 from router.api_types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.cache_view import prompt_hashes
 from router.json_body import parse_json_object
+from router.tool_format import messages_as_text
 
 # About 0.3 ms of work: less than handing it to a thread and back costs when the loop is busy.
 MAX_INLINE_CHARS = 1_000
@@ -68,6 +69,7 @@ class PromptEncoder:
         if isinstance(prompt, TextPrompt):
             return await self._run(lambda: self._tokenizer.encode(prompt.text), num_chars=len(prompt.text))
         num_chars = sum(len(message["content"]) for message in prompt.messages)
+        num_chars += sum(len(tool.parameters) + len(tool.description) for tool in prompt.tools)
         return await self._run(lambda: self._encode_chat(prompt), num_chars=num_chars + 16 * len(prompt.messages))
 
     def _encode_chat(self, prompt: ChatPrompt) -> list[int]:
@@ -75,7 +77,9 @@ class PromptEncoder:
             raise InvalidRequest(
                 "this model has no chat template: use /v1/completions", param="messages", code="unsupported_parameter"
             )
-        text = self._template.render(prompt.messages)
+        messages = messages_as_text(prompt.messages, prompt.tools, self._template)
+        tools = [tool.to_template() for tool in prompt.tools] or None
+        text = self._template.render(messages, tools=tools)
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     async def _run(self, work: Callable[[], Result], *, num_chars: int) -> Result:

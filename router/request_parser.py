@@ -5,12 +5,13 @@ It knows the limits, not the workers: what depends on the prompt's tokens is che
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from cluster.errors import InvalidRequest, ModelNotFound, shown
 from cluster.sampling_params import NO_LOGPROBS
-from router.api_types import ApiKind, ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from router.api_types import ApiKind, ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt, ToolUse
 from router.chat_messages import check_messages
 from router.field_rules import TokenId, invalid_value
 from router.guided_output import the_guide
@@ -24,6 +25,8 @@ from router.limits import (
     check_prompt_text,
     completion_fields,
 )
+from router.tool_fields import tool_use
+from router.tool_format import HERMES, ToolFormat, call_guide
 
 # Fields that mean the same in the request and here.
 _SAME_NAME = (
@@ -36,12 +39,15 @@ _SAME_NAME = (
 class RequestParser:
     """Checks bodies against one model's limits."""
 
-    def __init__(self, limits: ServingLimits, default_max_tokens: int | None = None) -> None:
+    def __init__(
+        self, limits: ServingLimits, default_max_tokens: int | None = None, tool_format: ToolFormat = HERMES
+    ) -> None:
         """`default_max_tokens` None: what fits for a chat, OpenAI's 16 for a completion."""
         self.limits = limits
         self._chat_fields = chat_fields(limits)
         self._completion_fields = completion_fields(limits)
         self._default_max_tokens = default_max_tokens
+        self._tool_format = tool_format
 
     def parse_chat(self, body: Mapping[str, Any]) -> GenerationRequest:
         """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
@@ -49,14 +55,17 @@ class RequestParser:
         self._check_model(values)
         if "messages" not in body:
             raise InvalidRequest("messages is missing", param="messages")
-        prompt = ChatPrompt(check_messages(body["messages"], self.limits))
-        return GenerationRequest(
+        messages = check_messages(body["messages"], self.limits)
+        use = tool_use(values)
+        request = GenerationRequest(
             kind=ApiKind.CHAT,
-            prompts=(prompt,),
+            prompts=(ChatPrompt(messages, () if use is None else use.tools),),
             max_tokens=_chat_max_tokens(values, self._default_max_tokens),
             logprobs=_chat_logprobs(values),
+            tool_use=use,
             **_shared_values(values, 1),
         )
+        return request if use is None else self._with_calls(request, use)
 
     def parse_completion(self, body: Mapping[str, Any]) -> GenerationRequest:
         """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
@@ -73,6 +82,17 @@ class RequestParser:
             logprobs=values.get("logprobs", NO_LOGPROBS),
             **_shared_values(values, len(prompts)),
         )
+
+    def _with_calls(self, request: GenerationRequest, use: ToolUse) -> GenerationRequest:
+        """The request with what its tools say of the answer."""
+        guide = call_guide(use, self._tool_format)
+        if request.guide is not None:
+            raise InvalidRequest(
+                f"{request.guide.param} and tools both constrain the answer: set tool_choice to none, or leave one out",
+                param=request.guide.param,
+            )
+        described = tuple(tool.check(is_followed=guide is not None) for tool in use.tools)
+        return dataclasses.replace(request, guide=guide, described=described)
 
     def _check_model(self, values: Mapping[str, Any]) -> None:
         name = values.get("model")

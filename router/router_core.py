@@ -33,6 +33,7 @@ from router.request_parser import RequestParser
 from router.tenant_limits import TenantLimit, TenantLimiter
 from router.tenants import ApiKeys
 from router.timing_model import TimingModel, TimingPrior
+from router.tool_format import tool_format_of
 from router.worker_registry import WorkerRegistry
 from router.worker_session import PROTOCOL_VERSION
 
@@ -121,8 +122,9 @@ def build_core(
         scope_secret=security.token.encode(),
     )
     grammars = GrammarChecker()
+    tool_format = tool_format_of(template)
     service = GenerationService(tokenizer, encoder, limits, policy, registry, admission, dispatcher, metrics, grammars)
-    parser = RequestParser(limits, settings.default_max_tokens or None)
+    parser = RequestParser(limits, settings.default_max_tokens or None, tool_format)
     http_app = build_http_app(
         service,
         parser,

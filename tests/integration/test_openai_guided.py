@@ -106,3 +106,46 @@ def test_s_b26_the_same_over_grpc(cluster: RunningCluster) -> None:
         responses = list(stub.Generate(request, timeout=60))
     text = "".join(choice.text for response in responses for choice in response.choices)
     assert Person.model_validate_json(text)
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_forced_tool_calls_hold_their_schema_and_the_answer_goes_on(client: openai.OpenAI, choice: Any) -> None:
+    messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
+    options: Any = {"model": MODEL, "max_tokens": 200, "temperature": 0.0, "tools": [WEATHER]}
+    options |= {"parallel_tool_calls": False}
+    answer = client.chat.completions.create(messages=messages, tool_choice=choice, **options).choices[0]
+    assert answer.finish_reason == "tool_calls"
+    (call,) = answer.message.tool_calls or []
+    assert call.type == "function"
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "get_weather"
+    assert set(arguments) == {"city", "unit"}
+
+    with client.chat.completions.stream(messages=messages, tool_choice=choice, **options) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == "tool_calls"
+    (same,) = streamed.message.tool_calls or []
+    assert same.function.arguments == call.function.arguments
+
+    messages += [
+        answer.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "18 C, sunny"},
+    ]
+    last = client.chat.completions.create(messages=messages, tool_choice="none", **options).choices[0]
+    assert last.finish_reason in ("stop", "length")
+    assert last.message.content
