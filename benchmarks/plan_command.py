@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.hardware_catalogue import DEVICES
-from benchmarks.hardware_prior import QUANTISATIONS, best_drafter, best_quantisation, capacity_prior, fit
+from benchmarks.hardware_prior import QUANTISATIONS, best_drafter, best_quantisation, capacity_prior, fit, transfer_ms
 from benchmarks.model_arithmetic import MODELS
 from benchmarks.planner import CoupledCheck, PdPlan, plan, traffic_from_json, write_plan
 from benchmarks.pool_capacity import TrafficShape, equally_likely
@@ -121,6 +121,10 @@ def _from_catalogue(options: PlanOptions) -> tuple[PdPlan, Policy, list[str]]:
         f"{shape.name} in {quantisation.name}: weights {room.weights_bytes / 1e9:.1f} GB; {replica} leave "
         f"{room.kv_blocks} KV blocks of 16 tokens, {room.num_sequences(context)} sequences of {context} tokens",
     ]
+    kv_bytes = traffic.input_tokens * shape.kv_bytes_per_token()
+    links = (("beside it", device.link_bytes_per_s), ("over the network", device.nic_bytes_per_s))
+    told = ", ".join(f"{transfer_ms(kv_bytes, rate):.1f} ms {where}" for where, rate in links)
+    notes.append(f"KV of a prompt {kv_bytes / 1e9:.2f} GB: to another worker {told}, most of it hidden behind prefill")
     for batch in TOLD_BATCHES:
         drafter = best_drafter(shape, device, quantisation, batch, context)
         fastest = _fastest_quantisation(options, batch, context)

@@ -120,3 +120,15 @@ def test_prior_says_what_the_roofline_says() -> None:
 def test_every_number_of_the_catalogue_has_a_source() -> None:
     assert {"H100", "H200", "B200", "L40S"} < set(DEVICES)
     assert all(len(device.source) > 20 for device in DEVICES.values())
+
+
+def test_rates_are_dense_and_links_count_one_direction() -> None:
+    hopper, blackwell, ada = DEVICES["H100"], DEVICES["B200"], DEVICES["L40S"]
+    # The data sheets' own bf16 numbers are 1,979, 4,500 and 733: with sparsity.
+    assert [device.flops["bf16"] / 1e12 for device in (hopper, blackwell, ada)] == [989, 2250, 362]
+    assert DEVICES["H200"].flops == hopper.flops
+    assert hopper.link_bytes_per_s == 900e9 / 2
+    assert ada.link_bytes_per_s == ada.pcie_bytes_per_s == 64e9 / 2
+    for device in DEVICES.values():
+        assert device.flops_of("fp8") in (device.flops["bf16"], device.flops.get("fp8"))
+        assert device.nic_bytes_per_s <= device.pcie_bytes_per_s <= device.link_bytes_per_s
