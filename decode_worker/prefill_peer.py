@@ -211,6 +211,9 @@ class PrefillPeer:
                 continue
             except (grpc.aio.AioRpcError, TandemError, TimeoutError, OSError) as error:
                 reason = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            except Exception as error:  # our own bug: without this task the peer would look ready for ever
+                logger.exception("prefill worker %s", self.worker_id)
+                reason = f"internal error: {type(error).__name__}"
             was_ready = self.state is PeerState.READY
             failures = 0 if was_ready else failures + 1
             await self._enter(PeerState.BROKEN, reason or "broken")
@@ -226,7 +229,9 @@ class PrefillPeer:
             stream = handoff_pb2_grpc.PrefillWorkerStub(channel).Handoff()  # type: ignore[call-arg]  # written to later
             hello = self._handshake.hello(self.worker_id)
             try:
-                self.link = await asyncio.wait_for(self._shake_hands(stream, hello), self._timing.handshake_timeout_s)
+                # No `wait_for`: its task and what it raises hold each other, and with them the stream.
+                async with asyncio.timeout(self._timing.handshake_timeout_s):
+                    self.link = await self._shake_hands(stream, hello)
                 await self._enter(PeerState.READY, self.link.transport_reason)
                 logger.info(
                     "prefill worker %s (%s) ready: transport %s, %.2f GB/s",
@@ -286,7 +291,11 @@ class PrefillPeer:
 
     async def _write(self, stream: HandoffCall) -> None:
         while True:
-            await stream.write(await self._outgoing.get())
+            message = await self._outgoing.get()
+            try:
+                await stream.write(message)
+            except asyncio.InvalidStateError:  # it ended while the message waited; the reader may hear of it later
+                raise self._unavailable("the stream has ended") from None
 
     async def _ping(self) -> None:
         number = 0

@@ -133,7 +133,7 @@ class DecodePeer:
         if not self._hang_up_reason.done():
             self._hang_up_reason.set_result(reason)
 
-    async def close(self, reason: str) -> None:
+    async def close(self) -> None:
         """The peer is gone: every attempt of it ends now and gives its blocks back."""
         flows = list(self.flows.values())
         for flow in flows:

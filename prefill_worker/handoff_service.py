@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Protocol, TypeAlias
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
 from tandem.v1 import handoff_pb2, handoff_pb2_grpc
@@ -27,6 +27,8 @@ HELLO_TIMEOUT_S = 5.0
 MAX_SILENCE_S = 3.5
 WRITE_TIMEOUT_S = 10.0
 
+OpenedPeer: TypeAlias = tuple[handoff_pb2.HelloAck, DecodePeer | None]
+Result = TypeVar("Result")
 HandoffContext: TypeAlias = grpc.aio.ServicerContext[handoff_pb2.DecodeToPrefill, handoff_pb2.PrefillToDecode]
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 class DecodePeers(Protocol):
     """Makes a peer of a Hello: checks that the two fit and opens the link to its receiving end."""
 
-    async def open(self, hello: handoff_pb2.Hello) -> tuple[handoff_pb2.HelloAck, DecodePeer | None]:
+    async def open(self, hello: handoff_pb2.Hello) -> OpenedPeer:
         """The answer, and the peer when it is accepted."""
         ...
 
@@ -46,28 +48,57 @@ class HandoffService(handoff_pb2_grpc.PrefillWorkerServicer):
     def __init__(self, peers: DecodePeers) -> None:
         self._peers = peers
         self.connected: dict[WorkerId, DecodePeer] = {}
+        self._held: set[asyncio.Task[Any]] = set()
 
     async def Handoff(  # type: ignore[override]
         self, request_iterator: AsyncIterator[handoff_pb2.DecodeToPrefill], context: HandoffContext
     ) -> None:
         hello = await self._read_hello(request_iterator)
-        answer, peer = await self._peers.open(hello)
-        await context.write(handoff_pb2.PrefillToDecode(hello=answer))
-        if peer is None:
-            fields = ", ".join(mismatch.field for mismatch in answer.mismatches)
-            logger.warning("decode worker %s refused: %s", shown(hello.identity.worker_id), fields)
-            return
-        self._replace(peer)
-        logger.info("decode worker %s (%s) connected", peer.worker_id, peer.incarnation)
+        opening = self._hold(self._peers.open(hello))
         try:
+            answer, peer = await asyncio.shield(opening)
+        except asyncio.CancelledError:  # the stream broke meanwhile: the link that is being opened is nobody's
+            opening.add_done_callback(self._close_unused)
+            raise
+        try:
+            await context.write(handoff_pb2.PrefillToDecode(hello=answer))
+            if peer is None:
+                fields = ", ".join(mismatch.field for mismatch in answer.mismatches)
+                logger.warning("decode worker %s refused: %s", shown(hello.identity.worker_id), fields)
+                return
+            self._replace(peer)
+            logger.info("decode worker %s (%s) connected", peer.worker_id, peer.incarnation)
             await first_of(
                 self._read(request_iterator, peer), self._write(peer, context), peer.watch_silence(MAX_SILENCE_S)
             )
         finally:
-            if self.connected.get(peer.worker_id) is peer:
-                del self.connected[peer.worker_id]
-            await peer.close("its stream ended")
-            logger.info("decode worker %s (%s) is gone", peer.worker_id, peer.incarnation)
+            if peer is not None:
+                await asyncio.shield(self._hold(self._close_peer(peer)))
+
+    async def close(self) -> None:
+        """Ends every stream and waits until what they held is given back."""
+        for peer in list(self.connected.values()):
+            peer.hang_up("the worker stops")
+        while self._held:
+            await asyncio.wait(self._held)
+
+    async def _close_peer(self, peer: DecodePeer) -> None:
+        if self.connected.get(peer.worker_id) is peer:
+            del self.connected[peer.worker_id]
+        await peer.close()
+        logger.info("decode worker %s (%s) is gone", peer.worker_id, peer.incarnation)
+
+    def _close_unused(self, opening: asyncio.Task[OpenedPeer]) -> None:
+        if not opening.cancelled() and opening.exception() is None and (peer := opening.result()[1]) is not None:
+            self._hold(self._close_peer(peer))
+
+    def _hold(self, step: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Runs a step to its end, whatever becomes of the stream: gRPC cancels a handler whenever its client leaves,
+        and more than once."""
+        task = asyncio.create_task(step)
+        self._held.add(task)
+        task.add_done_callback(self._held.discard)
+        return task
 
     def _replace(self, peer: DecodePeer) -> None:
         older = self.connected.get(peer.worker_id)

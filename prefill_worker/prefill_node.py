@@ -111,11 +111,7 @@ class PrefillNode:
         return await self._parts.wait_for_failure()
 
     async def close(self) -> None:
-        self.hand_over()
-        flows = list(self._flows.values())
-        for flow in flows:
-            flow.peer_gone()
-        await asyncio.gather(*(flow.wait_until_ended() for flow in flows))
+        await self._service.close()
         self._parts.close(STOP_ENGINE_TIMEOUT_S)
         if self._metrics_server is not None:
             self._metrics_server.close()

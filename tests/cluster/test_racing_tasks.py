@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import weakref
 
 import pytest
 
@@ -49,3 +52,28 @@ async def test_cancelling_the_caller_cancels_all() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert cancelled.is_set()
+
+
+async def test_nothing_of_a_broken_connection_waits_for_the_collector() -> None:
+    """A ring of frame, task and error would keep its sockets open until the collector comes by."""
+
+    class Connection:
+        pass
+
+    async def breaks(connection: Connection) -> None:
+        raise OSError(f"broken: {connection}")
+
+    async def serve() -> weakref.ref[Connection]:
+        connection = Connection()
+        with contextlib.suppress(OSError):
+            await first_of(breaks(connection), asyncio.Event().wait())  # type: ignore[arg-type]
+        return weakref.ref(connection)
+
+    gc.collect()
+    gc.disable()
+    try:
+        served = await serve()
+        await asyncio.sleep(0)  # the loop lets go of the tasks' last callbacks
+        assert served() is None
+    finally:
+        gc.enable()

@@ -184,6 +184,30 @@ async def test_broken_stream_is_told_at_once_and_reconnected(
     assert peer.link.incarnation == "p2"
 
 
+async def test_f04_an_error_of_ours_breaks_the_connection_and_not_the_peer_for_ever(
+    prefill: ScriptedPrefill, address: str
+) -> None:
+    """As when a stopped worker wakes up and writes to a stream that has ended meanwhile."""
+    reports = iter([worker_pb2.LoadReport(), None])
+
+    def load_report() -> worker_pb2.LoadReport:
+        if (report := next(reports, worker_pb2.LoadReport())) is None:
+            raise asyncio.InvalidStateError("RPC already finished")
+        return report
+
+    timing = PeerTiming(ping_interval_s=0.02, min_backoff_s=0.01)
+    peers = PrefillPeers(grpc.aio.insecure_channel, PlainHandshake(), load_report, timing)
+    try:
+        peer = await connected(peers, address)
+        ear = Ear()
+        peer.register(TransferRef(new_transfer_id(), 1), ear)
+        async with asyncio.timeout(WAIT_S):
+            assert "InvalidStateError" in await ear.gone
+        await until(lambda: prefill.num_hellos == 2 and peer.state is PeerState.READY)
+    finally:
+        await peers.close()
+
+
 async def test_silent_peer_is_dead_after_three_pings(
     peers: PrefillPeers, prefill: ScriptedPrefill, address: str
 ) -> None:

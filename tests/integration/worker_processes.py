@@ -107,8 +107,10 @@ def all_blocks_are_back(status: worker_pb2.WorkerStatus) -> bool:
 class WorkerFleet:
     """Starts workers in a folder of their own; stops what is left."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, module: str = "") -> None:
+        """`module`: what to run instead of the two workers' own programs."""
         self._folder = folder
+        self._module = module
         self._model = model
         self._token_file = folder / "token"
         write_secret(self._token_file, SECURITY.token)
@@ -131,17 +133,17 @@ class WorkerFleet:
             "num_kv_blocks": 300,
             "drain_timeout_s": 10.0,
             "parent_pid": os.getpid(),
+            "listen": f"unix:{self._folder}/{worker_id}.sock",
             **settings,
         }
         worker_settings = WorkerSettings(
             worker_id=worker_id,
             role=role,
-            listen=f"unix:{self._folder}/{worker_id}.sock",
             runtime_dir=self._folder,
             cluster_token_file=self._token_file,
             **values,  # type: ignore[arg-type]
         )
-        module = "prefill_worker" if role == "prefill" else "decode_worker"
+        module = self._module or ("prefill_worker" if role == "prefill" else "decode_worker")
         log_path = self._folder / f"{worker_id}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "proto")))}
         with log_path.open("ab") as log:
@@ -172,6 +174,7 @@ class Answer:
     first: worker_pb2.RequestEvent = field(default_factory=worker_pb2.RequestEvent)
     last: worker_pb2.RequestEvent = field(default_factory=worker_pb2.RequestEvent)
     failure: common_pb2.Failure | None = None
+    is_lost: bool = False  # the decode worker's stream broke first
 
 
 class Router:
@@ -259,6 +262,14 @@ class Router:
         return self._answers[request_id]
 
     async def _read(self) -> None:
+        try:
+            await self._read_until_broken()
+        finally:
+            for request_id, ended in self._ended.items():
+                self._answers[request_id].is_lost = not ended.is_set()
+                ended.set()
+
+    async def _read_until_broken(self) -> None:
         while isinstance(message := await self._stream.read(), worker_pb2.DecodeMessage):
             if message.HasField("failed"):
                 self._answers[message.failed.request_id].failure = message.failed.failure
@@ -281,8 +292,8 @@ class Router:
 
 
 @contextlib.asynccontextmanager
-async def fleet_in(folder: Path, model: Path) -> AsyncIterator[WorkerFleet]:
-    fleet = WorkerFleet(folder, model)
+async def fleet_in(folder: Path, model: Path, module: str = "") -> AsyncIterator[WorkerFleet]:
+    fleet = WorkerFleet(folder, model, module)
     try:
         yield fleet
     finally:
