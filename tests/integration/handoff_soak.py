@@ -8,6 +8,7 @@ the end descriptors, threads, memory and shared memory are back where they were 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import socket
@@ -34,6 +35,8 @@ BACK_TIMEOUT_S = 25.0  # the peer of a stopped process waits for its silence, it
 SHORT_STOP_S, LONG_STOP_S = 0.5, 7.0  # below, and above what every peer waits for
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, nothing is put there
 MAX_GROWTH_BYTES = 24 * 1024 * 1024
+# The event loop's executor starts its threads when they are first needed together, and keeps them: asyncio's own bound.
+MAX_EXECUTOR_THREADS = min(32, (os.cpu_count() or 1) + 4)
 
 PREFILL_STATES = ("accepted", "queued", "computing", "sealed", "committed", "cancelling", "free")
 DECODE_STATES = ("match", "reserved", "requested", "receiving", "sealed", "verified", "cancelling", "runnable")
@@ -69,7 +72,7 @@ class Footprint:
     def is_within(self, before: Footprint) -> bool:
         return (
             self.num_descriptors <= before.num_descriptors
-            and self.num_threads <= before.num_threads
+            and self.num_threads <= before.num_threads + MAX_EXECUTOR_THREADS
             and self.rss_bytes <= before.rss_bytes + MAX_GROWTH_BYTES
         )
 
