@@ -36,8 +36,10 @@ def make_batch(turns: Sequence[StoredTurn]) -> Batch:
     return Batch(next_ids, taps, is_row)
 
 
-def shuffled_batches(turns: Sequence[StoredTurn], turns_per_batch: int, seed: int) -> Iterator[Batch]:
-    """One pass over the turns; a rest that fills no batch is left out."""
+def shuffled_batches(
+    turns: Sequence[StoredTurn], turns_per_batch: int, seed: int, num_skipped: int = 0
+) -> Iterator[Batch]:
+    """One pass over the turns, past the first batches; a rest that fills no batch is left out."""
     order = torch.randperm(len(turns), generator=torch.Generator().manual_seed(seed)).tolist()
-    for start in range(0, len(order) - turns_per_batch + 1, turns_per_batch):
+    for start in range(num_skipped * turns_per_batch, len(order) - turns_per_batch + 1, turns_per_batch):
         yield make_batch([turns[index] for index in order[start : start + turns_per_batch]])

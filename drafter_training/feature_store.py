@@ -68,5 +68,9 @@ class FeatureStore:
         with safe_open(self._path(shard), framework="pt") as file:
             return int(file.get_tensor("num_rows").sum())
 
+    def discard(self) -> None:
+        for shard in self.shards():
+            self._path(shard).unlink()
+
     def _path(self, shard: int) -> Path:
         return self._directory / f"shard-{shard:05d}.safetensors"

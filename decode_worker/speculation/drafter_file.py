@@ -1,6 +1,6 @@
 """A trained drafter on disk: one safetensors file, made for one target and refused for any other.
 
-    <TANDEM_HOME>/drafters/<model>.<kind>.safetensors     what was trained here
+    <TANDEM_HOME>/drafters/<model>.<kind>.safetensors      what was trained here
     drafters/<model>.<kind>.safetensors beside this file   what is shipped
 
 Tensors are bfloat16 under the names of the trained module; `vocabulary` [draft vocab] int32 maps the drafter's tokens
@@ -54,7 +54,7 @@ class DrafterFile:
 
 
 def find_drafter(kind: DrafterKind, model_name: str) -> Path:
-    """The file of this kind for a model. Raises `StartupError` saying how to get one."""
+    """The file of this kind for a model (its served name). Raises `StartupError` saying how to get one."""
     name = f"{model_name}.{kind}.safetensors"
     for directory in (tandem_home() / "drafters", SHIPPED_DIR):
         if (directory / name).is_file():

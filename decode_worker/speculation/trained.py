@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cluster.identity import RequestId
-from cluster.model_files import resolve_model
+from cluster.model_files import resolve_model, served_name
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.drafter_file import DrafterKind, find_drafter, read_drafter
 from decode_worker.speculation.eagle import BLOCKS_PER_CONTEXT, EagleDrafter
@@ -25,9 +25,9 @@ MEASURED_GUESSES = 3
 
 def open_trained(kind: DrafterKind, settings: WorkerSettings, target: ModelConfig) -> EagleDrafter | MedusaDrafter:
     """Raises `StartupError` when there is no file of this kind for the model, or it was made for another one."""
-    path = find_drafter(kind, target.name)
-    file = read_drafter(path, kind, target.fingerprint)
-    weights = open_weights(resolve_model(settings.model))
+    model = resolve_model(settings.model)
+    file = read_drafter(find_drafter(kind, served_name(model)), kind, target.fingerprint)
+    weights = open_weights(model)
     try:
         embedding = weights.tensor("model.embed_tokens.weight")
         head = embedding if target.tie_embeddings else weights.tensor("lm_head.weight")

@@ -177,7 +177,7 @@ def test_the_tandem_command_finds_these_by_entry_point(tmp_path: Path, monkeypat
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tandem-serve\nVersion: 0.0.0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = importlib.metadata.entry_points(group="tandem.commands")
-    assert {entry.name for entry in found} == {"bench", "plan", "eval", "simulate"}
+    assert {entry.name for entry in found} == {"bench", "plan", "eval", "simulate", "drafter"}
     monkeypatch.setattr(cli, "app", typer.Typer())
     cli._add_installed_commands()
     for arguments, said in (
