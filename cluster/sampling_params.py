@@ -17,6 +17,8 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_GUIDE_BYTES = 64 * 1024
+MAX_NUM_DRAFTS = 15
+SPECULATION_MODES = ("auto", "off", "ngram", "suffix", "draft", "medusa", "eagle")
 NO_LOGPROBS = -1
 TOP_K_OFF = -1
 
@@ -44,8 +46,8 @@ class SamplingParams:
     json_schema: str = ""
     regex: str = ""
     grammar: str = ""
-    speculation: str = ""
-    num_drafts: int = 0
+    speculation: str = ""  # one of SPECULATION_MODES; empty: the worker's default
+    num_drafts: int = 0  # guesses in one step, at most; 0: the worker's default
 
     @property
     def guide(self) -> tuple[str, str] | None:
@@ -102,6 +104,12 @@ class SamplingParams:
             _token_id("stop_token_ids", token_id, vocab_size)
         if sum(map(bool, (self.json_schema, self.regex, self.grammar))) > 1:
             raise InvalidRequest("only one of json_schema, regex, grammar may be set", param="response_format")
+        if self.speculation and self.speculation not in SPECULATION_MODES:
+            raise InvalidRequest(
+                f"speculation is {shown(self.speculation)}, must be one of {', '.join(SPECULATION_MODES)}",
+                param="speculation",
+            )
+        _in_range("num_drafts", self.num_drafts, 0, MAX_NUM_DRAFTS)
         if self.guide is not None:
             self._check_guide(*self.guide)
         return self

@@ -118,6 +118,7 @@ class GenerationRequest:
     cache_salt: str = ""
     priority: int = 0
     speculation: str = ""  # empty: the worker's default
+    num_drafts: int = 0  # 0: the worker's default
     wants_token_ids: bool = False  # the gRPC front shows them
     wants_timeline: bool = False
     timeout_s: float | None = None  # asked for by the client

@@ -109,6 +109,19 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class OneOf:
+    names: tuple[str, ...]
+
+    def check(self, value: Any, param: str) -> str:
+        if not isinstance(value, str) or value not in self.names:
+            raise invalid_value(param, value, f"one of {', '.join(self.names)}")
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": list(self.names)}
+
+
+@dataclass(frozen=True, slots=True)
 class ListOf:
     item: Rule
     max_items: int

@@ -210,6 +210,7 @@ class GenerationService:
             logprobs=request.logprobs,
             prompt_logprobs=prompt_logprobs,
             speculation=request.speculation,
+            num_drafts=request.num_drafts,
         )
         if request.guide is not None:
             sampling = sampling.guided_by(request.guide.kind, request.guide.text)

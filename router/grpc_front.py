@@ -20,18 +20,16 @@ from cluster.errors import InvalidRequest, StartupError
 from cluster.rpc_errors import ErrorInterceptor
 from router.answer import LENGTH, STOP, Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
-from router.field_rules import invalid_value
 from router.generation_service import GenerationService
 from router.request_parser import RequestParser
 from router.tenants import DEFAULT_TENANT, ApiKeys
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-SPECULATION_MODES = ("", "auto", "off", "ngram", "suffix", "draft", "medusa", "eagle")
 
 # Fields that HTTP has under the same name, with a presence of their own.
 _OPTIONAL_FIELDS = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "n", "min_tokens", "priority",
+    "repetition_penalty", "seed", "n", "min_tokens", "priority", "num_drafts",
 )  # fmt: skip
 # What constrains the answer, and what HTTP calls it.
 _GUIDES = {"json_schema": "guided_json", "regex": "guided_regex", "grammar": "guided_grammar"}
@@ -66,8 +64,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def _parse(self, request: inference_pb2.GenerateRequest, remaining_s: float | None) -> GenerationRequest:
         body = {"model": request.model or self._parser.limits.model_name, **_body(request)}
         parsed = self._parse_body(body)
-        if request.speculation not in SPECULATION_MODES:
-            raise invalid_value("speculation", request.speculation, f"one of {', '.join(SPECULATION_MODES[1:])}")
         guide = parsed.guide
         if guide is not None:
             named = {field: name for name, field in _GUIDES.items()}
@@ -76,7 +72,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             parsed,
             guide=guide,
             is_streamed=True,
-            speculation=request.speculation,
             wants_token_ids=True,
             wants_timeline=request.return_timeline,
             timeout_s=remaining_s,
@@ -151,7 +146,7 @@ def _body(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
         body["stop"] = list(request.stop)
     if request.stop_token_ids:
         body["stop_token_ids"] = list(request.stop_token_ids)
-    for name in ("user", "cache_salt"):
+    for name in ("user", "cache_salt", "speculation"):
         if getattr(request, name):
             body[name] = getattr(request, name)
     body["ignore_eos"] = request.ignore_eos

@@ -14,13 +14,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import ContextLengthExceeded, InvalidRequest, RequestExceedsKvCapacity
-from cluster.sampling_params import MAX_LOGIT_BIAS_ENTRIES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, TOP_K_OFF
+from cluster.sampling_params import (
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_NUM_DRAFTS,
+    MAX_STOP_TOKEN_IDS,
+    SPECULATION_MODES,
+    TOP_K_OFF,
+)
 from router.field_rules import (
     Flag,
     Integer,
     ListOf,
     LogitBias,
     Number,
+    OneOf,
     OnlyValue,
     Record,
     Rule,
@@ -187,6 +195,8 @@ def _shared_fields(limits: ServingLimits) -> dict[str, Rule]:
         "guided_grammar": GUIDED_GRAMMAR,
         "user": Text(0, MAX_NAME_CHARS),
         "cache_salt": Text(1, MAX_NAME_CHARS),
+        "speculation": OneOf(SPECULATION_MODES),
+        "num_drafts": Integer(1, MAX_NUM_DRAFTS),
         "priority": Integer(-limits.max_priority, limits.max_priority),
     }
 

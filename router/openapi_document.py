@@ -36,10 +36,14 @@ def openapi_document(limits: ServingLimits) -> dict[str, Any]:
         "info": {"title": "Tandem", "version": "1", "description": "OpenAI's API for one model on two worker pools."},
         "paths": {
             "/v1/chat/completions": {
-                "post": _operation(_object(chat_fields(limits), {"messages": _messages()}), is_stream=True)
+                "post": _operation(
+                    _object(chat_fields(limits), {"messages": _messages()}, limits.model_name), is_stream=True
+                )
             },
             "/v1/completions": {
-                "post": _operation(_object(completion_fields(limits), {"prompt": _prompt(token_id)}), is_stream=True)
+                "post": _operation(
+                    _object(completion_fields(limits), {"prompt": _prompt(token_id)}, limits.model_name), is_stream=True
+                )
             },
             "/tokenize": {"post": _operation(_token_body("prompt", {"type": "string", "minLength": 1}))},
             "/detokenize": {"post": _operation(_token_body("tokens", {"type": "array", "items": token_id}))},
@@ -49,12 +53,12 @@ def openapi_document(limits: ServingLimits) -> dict[str, Any]:
     }
 
 
-def _object(rules: Mapping[str, Rule], unchecked: Mapping[str, Any]) -> dict[str, Any]:
+def _object(rules: Mapping[str, Rule], unchecked: Mapping[str, Any], model_name: str) -> dict[str, Any]:
     nullable = {name: {"anyOf": [rule.schema(), {"type": "null"}]} for name, rule in rules.items() if name != "model"}
     return {
         "type": "object",
         "required": ["model", *unchecked],
-        "properties": {"model": rules["model"].schema(), **nullable, **unchecked},
+        "properties": {"model": {"enum": [model_name]}, **nullable, **unchecked},
         "additionalProperties": False,
     }
 

@@ -32,7 +32,7 @@ from router.tool_format import HERMES, ToolFormat, call_guide
 _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs", "echo", "user",
-    "cache_salt", "priority",
+    "cache_salt", "priority", "speculation", "num_drafts",
 )  # fmt: skip
 
 

@@ -74,6 +74,8 @@ async def test_f37_s_b15_s_b25_s_b36_every_wrong_value_is_named_and_reaches_no_w
         ("logit_bias", {}, {"299": -100, "0": 100}),
         ("max_tokens", 1, 500),
         ("user", "", "u" * 256),
+        ("speculation", "off", "eagle"),
+        ("num_drafts", 1, 15),
         ("stream_options", None, None),
         ("response_format", None, {"type": "text"}),
         ("tools", None, []),
