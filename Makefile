@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PROMPT ?= Explain in two sentences why the sky is blue.
 PROTO_FILES := $(wildcard proto/tandem/v1/*.proto)
 
-.PHONY: help run demo test lint format proto lock bench model clean
+.PHONY: help run demo test lint format proto lock bench sweep model clean
 
 help:  ## show this help
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,10 @@ proto: $(VENV)/.dev-stamp  ## regenerate the stubs in proto/tandem/v1
 bench: model $(VENV)/.dev-stamp  ## first measurements on this machine, written to bench-out/
 	$(BIN)/python -m benchmarks.first_measurement --out bench-out
 
+sweep: model $(VENV)/.dev-stamp  ## how much this machine holds, by pool and together: ten minutes, kept in docs/sweep/
+	$(BIN)/tandem bench sweep --out sweep-out --quick --input-tokens 64:192 --output-tokens 16:48
+	$(BIN)/tandem bench report sweep-out --export docs/sweep
+
 lock: | $(BIN)/python  ## rewrite requirements/*.lock from pyproject.toml
 	$(BIN)/python -m pip install -q pip-tools
 	for lock in run dev; do \
@@ -72,5 +76,5 @@ lock: | $(BIN)/python  ## rewrite requirements/*.lock from pyproject.toml
 	mv requirements/transports.only requirements/transports.lock
 
 clean:  ## remove the environment and everything built or measured
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-out sweep-out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

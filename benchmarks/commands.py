@@ -147,12 +147,21 @@ def load(
 
 
 @bench.command("report")
-def report(directory: Annotated[Path, typer.Argument(help="of a sweep")]) -> None:
-    """Draw a sweep's report again, also of one that is not finished."""
-    from benchmarks.report import write_report
+def report(
+    directory: Annotated[Path, typer.Argument(help="of a sweep or a simulation")],
+    export: Annotated[
+        Path | None, typer.Option(help="also copy report, summary and plan there, without records")
+    ] = None,
+) -> None:
+    """Draw a sweep's report again, also of one that is not finished.
+
+    [dim]tandem bench report sweep-1 --export docs/sweep[/dim]  what is small enough to commit
+    """
+    from benchmarks.report import export_report, write_report
 
     with _one_line_errors():
-        typer.echo(str(write_report(directory)))
+        for path in [write_report(directory)] if export is None else export_report(directory, export):
+            typer.echo(str(path))
 
 
 @bench.command("compare")

@@ -21,6 +21,7 @@ from benchmarks.run_summary import (
     RunSummary,
     Slo,
     summarise,
+    to_json,
     write_summary_csv,
     write_summary_json,
 )
@@ -219,8 +220,9 @@ def _write(options: LoadOptions, run: LoadRun, summary: RunSummary, model: str) 
     write_records(
         options.out / "records" / "load.jsonl", {"load": point, "machine": asdict(describe_machine())}, run.records
     )
-    write_summary_json(options.out / "summary.json", [(point, summary)])
-    write_summary_csv(options.out / "summary.csv", [(point, summary)])
+    rows = [(point, to_json(summary))]
+    write_summary_json(options.out / "summary.json", rows)
+    write_summary_csv(options.out / "summary.csv", rows)
 
 
 def _quantiles(latency: Distribution) -> str:

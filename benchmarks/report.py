@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import html
 import io
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.knee import capacity_at_slo, first_violation, saturation
-from benchmarks.report_figures import FIGURES, SweepData
+from benchmarks.report_figures import FIGURES, SweepData, is_simulated
+from benchmarks.run_summary import SummaryRow, write_summary_csv, write_summary_json
 from benchmarks.statistics import Interval
 from benchmarks.sweep import (
     CONTROL,
@@ -29,6 +32,8 @@ from benchmarks.timing_fit import fit_prefill
 
 PNG_DPI = 110
 MAX_DRIFT = 0.15
+FLEET_FILE = "fleet.csv"  # of a simulation: the pools over time
+EXPORTED = ("report.html", "summary.json", "summary.csv", "pd_plan.json", "policy.yaml", "sweep.json")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem; color: #1c1c1c; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
@@ -40,8 +45,15 @@ th, td { padding: .2rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
 
 
 def write_report(directory: Path) -> Path:
-    """Draws what the sweep's directory holds; gives the HTML's path. Raises `SweepDirectoryError` for no sweep."""
-    data = SweepData(read_manifest(directory), tuple(read_points(directory)), _read_plan(directory))
+    """Draws what the sweep's directory holds, and sums its points up as JSON and CSV; gives the HTML's path.
+
+    Raises `SweepDirectoryError` for no sweep."""
+    data = SweepData(
+        read_manifest(directory), tuple(read_points(directory)), _read_plan(directory), _read_fleet(directory)
+    )
+    rows = [_summary_row(point) for point in data.points]
+    write_summary_json(directory / "summary.json", rows)
+    write_summary_csv(directory / "summary.csv", rows)
     sections = [_header(data), _verdict(data), _knees(data)]
     for name, (title, draw) in FIGURES.items():
         figure = draw(data)
@@ -61,6 +73,27 @@ def write_report(directory: Path) -> Path:
     return path
 
 
+def export_report(directory: Path, to: Path) -> list[Path]:
+    """Copies what is worth keeping of a finished sweep, without raw records: some hundred kilobytes."""
+    write_report(directory)
+    to.mkdir(parents=True, exist_ok=True)
+    return [Path(shutil.copy2(directory / name, to / name)) for name in EXPORTED if (directory / name).is_file()]
+
+
+def _summary_row(point: Point) -> SummaryRow:
+    told: dict[str, Any] = {"stage": point.stage, "deployment": point.deployment, "is_simulated": is_simulated(point)}
+    measured = {f"measured.{name}": value for name, value in point.measured.items()}
+    return told | point.params | measured, point.summary
+
+
+def _read_fleet(directory: Path) -> tuple[dict[str, float], ...]:
+    path = directory / FLEET_FILE
+    if not path.is_file():
+        return ()
+    with path.open(encoding="utf-8", newline="") as lines:
+        return tuple({name: float(value) for name, value in row.items()} for row in csv.DictReader(lines))
+
+
 def _read_plan(directory: Path) -> dict[str, Any] | None:
     path = directory / "pd_plan.json"
     if not path.is_file():
@@ -72,15 +105,18 @@ def _read_plan(directory: Path) -> dict[str, Any] | None:
 def _header(data: SweepData) -> str:
     settings, machine = data.manifest["settings"], data.manifest["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    is_all_simulated = bool(data.points) and all(map(is_simulated, data.points))
+    kind = "Simulation" if is_all_simulated else "Saturation sweep"
+    simulated = "<p class=bad>Simulated on a virtual clock: nothing here was measured on a running cluster.</p>"
     return (
-        f"<h1>Saturation sweep: {_text(data.manifest['model'])}</h1>"
+        f"<h1>{kind}: {_text(data.manifest['model'])}</h1>"
         f"<p>{_text(machine['cpu'])}, {machine['usable_cpus']} CPUs, {machine['memory_gib']:.0f} GiB, "
         f"Linux {_text(machine['kernel'])}, {_text(packages)}. "
         f"Prompts of {settings['input_low']} to {settings['input_high']} tokens, answers of {settings['output_low']} "
         f"to {settings['output_high']}, hit rate {settings['hit_rate']:g}. Objective: TTFT {settings['ttft_ms']:g} ms, "
         f"TPOT {settings['tpot_ms']:g} ms, for 90 % of the requests. Open loop, Poisson, seed {settings['seed']}, "
         f"{settings['run_s']:g} s a run; latency counts from the intended send time.</p>"
-    )
+    ) + (simulated if is_all_simulated else "")
 
 
 def _verdict(data: SweepData) -> str:

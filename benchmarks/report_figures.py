@@ -30,6 +30,7 @@ class SweepData:
     manifest: dict[str, Any]
     points: tuple[Point, ...]
     plan: dict[str, Any] | None  # pd_plan.json
+    fleet: tuple[dict[str, float], ...] = ()  # of a simulation: the pools over time
 
     def of(self, stage: str) -> list[Point]:
         chosen = [point for point in self.points if point.stage == stage]
@@ -160,6 +161,26 @@ def ratio_heat_map(data: SweepData) -> Figure | None:
     return figure
 
 
+def fleet(data: SweepData) -> Figure | None:
+    """Workers and open requests of a simulation over time."""
+    if not data.fleet:
+        return None
+    figure, (left, right) = _panels(2, (9.6, 3.4))
+    hours = [row["time_s"] / 3600 for row in data.fleet]
+    for place, pool in enumerate(("prefill", "decode", "aggregated", "starting")):
+        counts = [row[pool] for row in data.fleet]
+        if any(counts):
+            left.step(hours, counts, color=COLOURS[place], label=pool, where="post")
+    right.plot(hours, [row["open_requests"] for row in data.fleet], color=COLOURS[0])
+    left.set_ylabel("workers (simulated)")
+    right.set_ylabel("requests in flight (simulated)")
+    for panel in (left, right):
+        panel.set_xlabel("hours")
+        panel.set_ylim(bottom=0)
+    left.legend(fontsize=7)
+    return figure
+
+
 def speculation(data: SweepData) -> Figure | None:
     """Time per token with and without drafts."""
     points = data.of(SPECULATION)
@@ -222,9 +243,15 @@ FIGURES: dict[str, tuple[str, Callable[[SweepData], Figure | None]]] = {
     "pareto": ("Tokens/s/user against tokens/s/worker", pareto),
     "ttft_attribution": ("Where the time to the first token goes", ttft_attribution),
     "ratio_heat_map": ("Prefill : decode", ratio_heat_map),
+    "fleet": ("The pools over time", fleet),
     "speculation": ("Speculation", speculation),
     "timing_fits": ("Timing models", timing_fits),
 }
+
+
+def is_simulated(point: Point) -> bool:
+    """Whether it comes from `tandem simulate`, whose deployments say so in their names."""
+    return point.deployment.startswith("simulated")
 
 
 def num_workers(deployment: str) -> int:

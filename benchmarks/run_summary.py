@@ -200,24 +200,24 @@ def summarise(run: LoadRun, slo: Slo | None = None, seed: int = 0, *, is_closed_
     return _flagged(summary, run, is_closed_loop=is_closed_loop)
 
 
-def write_summary_json(path: Path, summaries: Iterable[tuple[Mapping[str, Any], RunSummary]]) -> None:
+SummaryRow = tuple[Mapping[str, Any], Mapping[str, Any]]  # what was measured, and its summary as `to_json` gives it
+
+
+def write_summary_json(path: Path, rows: Iterable[SummaryRow]) -> None:
     """One object with the schema's version and a row for each (point, summary)."""
-    rows = [{"point": dict(point), "summary": to_json(summary)} for point, summary in summaries]
-    document = {"schema": "tandem.bench.summary", "version": SCHEMA_VERSION, "rows": rows}
+    written = [{"point": dict(point), "summary": dict(summary)} for point, summary in rows]
+    document = {"schema": "tandem.bench.summary", "version": SCHEMA_VERSION, "rows": written}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def write_summary_csv(path: Path, summaries: Iterable[tuple[Mapping[str, Any], RunSummary]]) -> None:
+def write_summary_csv(path: Path, rows: Iterable[SummaryRow]) -> None:
     """The same rows, flat: `ttft_ms.p99.value` and so on; the first column is the schema's version."""
-    rows = [
-        {"schema_version": SCHEMA_VERSION} | _flat(dict(point)) | _flat(to_json(summary))
-        for point, summary in summaries
-    ]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    flat = [{"schema_version": SCHEMA_VERSION} | _flat(dict(point)) | _flat(dict(summary)) for point, summary in rows]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
     with path.open("w", encoding="utf-8", newline="") as lines:
         writer = csv.DictWriter(lines, columns, restval="")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(flat)
 
 
 def to_json(summary: RunSummary) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from benchmarks.machine import describe_machine
 from benchmarks.model_arithmetic import MODELS
 from benchmarks.planner import plan, traffic_from_json, write_plan
 from benchmarks.pool_capacity import TARGET_ATTAINMENT
-from benchmarks.report import write_report
-from benchmarks.run_summary import RunSummary, Slo, summarise, to_json, write_summary_csv, write_summary_json
+from benchmarks.report import FLEET_FILE, write_report
+from benchmarks.run_summary import RunSummary, Slo, summarise, to_json
 from benchmarks.simulator.simulated_traffic import SimulatedArrival, day_times, synthetic_arrivals, trace_arrivals
 from benchmarks.simulator.simulation import SimulationResult, simulate
 from benchmarks.simulator.simulation_settings import DEFAULT_KV_BYTES_PER_TOKEN, DEFAULT_NUM_LAYERS, SimulationSettings
@@ -35,7 +35,6 @@ from deploy.autoscaler.policy_file import load_policy
 MAX_RECORDED = 20_000
 SPLIT_REQUESTS = 400
 SPLIT_BISECTIONS = 6
-FLEET_FILE = "fleet.csv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +94,13 @@ def run_simulations(options: SimulateOptions) -> list[str]:
 
 
 def _simulate_loads(options: SimulateOptions, settings: SimulationSettings, store: SweepStore) -> list[str]:
-    lines, summaries = [], []
+    lines: list[str] = []
     for rate_per_s, arrivals, duration_s in _loads(options, settings.seed):
         result = simulate(settings, arrivals, duration_s)
         summary = summarise(result.run, settings.slo, settings.seed)
         point = _put(store, COUPLED if settings.num_prefill else CONTROL, settings, rate_per_s, result, summary)
-        summaries.append(({"stage": "simulated", "deployment": settings.name, "rate": rate_per_s}, summary))
         _write_fleet(options.out / FLEET_FILE, result)
         lines += _told(point, summary, result, len(arrivals))
-    write_summary_json(options.out / "summary.json", summaries)
-    write_summary_csv(options.out / "summary.csv", summaries)
     return lines
 
 

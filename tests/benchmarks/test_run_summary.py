@@ -17,6 +17,7 @@ from benchmarks.run_summary import (
     Flag,
     Slo,
     summarise,
+    to_json,
     write_summary_csv,
     write_summary_json,
 )
@@ -117,7 +118,7 @@ def test_hits_on_a_sessions_own_turns_are_no_warm_cache() -> None:
 
 def test_written_rows_carry_the_schema_version_and_no_nan(tmp_path: Path) -> None:
     one_token = [made_record(place, place / 10, chunk_times_s=(), chunk_tokens=()) for place in range(30)]
-    rows = [({"rate_per_s": 10.0, "name": "a"}, summarise(_run(one_token, 3.0)))]
+    rows = [({"rate_per_s": 10.0, "name": "a"}, to_json(summarise(_run(one_token, 3.0))))]
     write_summary_json(tmp_path / "summary.json", rows)
     write_summary_csv(tmp_path / "summary.csv", rows)
     document = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)

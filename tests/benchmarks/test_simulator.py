@@ -226,7 +226,8 @@ def test_the_command_writes_a_report_whose_rows_say_that_they_are_simulated(tmp_
     page = (tmp_path / "report.html").read_text()
     assert "coupled-simulated_1P1D-rate4" in page
     rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
-    assert [row["point"]["stage"] for row in rows] == ["simulated", "simulated"]
+    assert [row["point"]["is_simulated"] for row in rows] == [True, True]
+    assert "Simulated on a virtual clock" in page
     assert not math.isnan(rows[0]["summary"]["ttft_ms"]["p50"]["value"])
     refused = CliRunner().invoke(app, ["--out", str(tmp_path)])
     assert refused.exit_code == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.openai_client import Dialect
-from benchmarks.report import write_report
+from benchmarks.report import export_report, write_report
 from benchmarks.request_record import read_records
 from benchmarks.scripted_server import Answer, ScriptedServer, token_stream
 from benchmarks.sweep import Progress
@@ -74,6 +74,11 @@ async def test_a_sweep_over_sockets_ends_with_plan_policy_and_report(tmp_path: P
     assert header["stage"] == "coupled"
     assert records
     assert write_report(tmp_path) == report
+    exported = export_report(tmp_path, tmp_path / "kept")
+    assert {path.name for path in exported} > {"report.html", "summary.json", "summary.csv", "pd_plan.json"}
+    rows = json.loads((tmp_path / "kept" / "summary.json").read_text())["rows"]
+    assert {row["point"]["stage"] for row in rows} > {"coupled", "control", "interference", "drift"}
+    assert not any(row["point"]["is_simulated"] for row in rows)
 
 
 def test_pool_limits_are_of_the_smallest_pool_that_decodes() -> None:
