@@ -54,7 +54,7 @@ async def test_a_sweep_over_sockets_ends_with_plan_policy_and_report(tmp_path: P
     async with ScriptedServer(_OneQueue()) as server:
         options = SweepOptions(tmp_path, SETTINGS, url=server.url, control_url=server.url, dialect=dialect)
         made, report = await run_sweep(options, Progress(lambda *_: None))
-    # 32 tokens of 0.6 ms: more is impossible, less is this machine's other work (on the wall clock, beside other tests).
+    # 32 tokens of 0.6 ms: more is impossible, less is what else this machine does.
     assert 0 < made.prefill_requests_per_s < 1.1 / 0.0192
     assert made.is_aggregated_measured
     assert made.prediction_error is not None
