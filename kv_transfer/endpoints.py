@@ -157,7 +157,7 @@ def connect_best(
         sender = None
         try:
             sender = _connect(offer, hello.session_nonce, 0, memory)
-            costs = sender.measure() if isinstance(sender, ShmDirectSender) else measure_link(sender)
+            costs = measure_link(sender)
             check_bandwidth(costs, min_bytes_per_s, offer.name)
             if throttle_bytes_per_s:
                 sender.close()

@@ -30,9 +30,13 @@ class BadFrame(Exception):
     """The bytes are no frame header of ours: the connection cannot be trusted any more."""
 
 
+# Takes runs of bytes one after the other by `update`; what `digest` gives then is what `digest_of` gives for all.
+RunningDigest = xxhash.xxh3_128
+
+
 def digest_of(runs: list[memoryview]) -> bytes:
     """xxh3-128 of the runs' bytes, one after the other, read where they lie."""
-    state = xxhash.xxh3_128()
+    state = RunningDigest()
     for run in runs:
         state.update(run)
     return state.digest()

@@ -21,8 +21,6 @@ from kv_transfer.kv_memory import KvMemory
 from kv_transfer.shapes import HeadRange
 from kv_transfer.transport import FrameHeader
 
-# Frames that measure the link belong to no attempt: attempts count from 1.
-PROBE_EPOCH = 0
 EMPTY_ROOT = root_digest([])
 
 # Called from a transport's thread after each frame of a transfer: (transfer, epoch).
@@ -174,7 +172,7 @@ class LandingTable:
         with self._lock:
             landing = self._landings.get((header.transfer_id, header.epoch))
             if landing is None or landing.is_fenced:
-                self._stale += header.epoch != PROBE_EPOCH
+                self._stale += 1
                 return None
             if not self._may_land(landing, header, heads):
                 self._refused += 1

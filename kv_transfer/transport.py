@@ -16,6 +16,9 @@ from typing import Protocol
 
 from cluster.identity import TransferId
 
+# Frames that measure the link belong to no attempt: attempts count from 1.
+PROBE_EPOCH = 0
+
 
 class CancelGuarantee(enum.Enum):
     """What a cancelled push can still do on the receiver."""
@@ -98,6 +101,11 @@ class Sender(Protocol):
 
     def poll(self) -> None:
         """Moves posted frames on; never blocks."""
+        ...
+
+    def count_verified(self) -> int:
+        """Waits until every probe frame has its verdict; how many were right since the last call. Raises
+        `KvTransferFailed`."""
         ...
 
     def close(self) -> None: ...

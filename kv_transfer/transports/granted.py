@@ -28,10 +28,11 @@ import numpy as np
 
 from cluster.errors import KvTransferFailed
 from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header
-from kv_transfer.landing_table import PROBE_EPOCH
 from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink
+from kv_transfer.transports.byte_runs import address_of, cut
 from kv_transfer.transports.connection_gate import GREETING_TIMEOUT_S, ConnectionGate
 from kv_transfer.transports.listener import STALL_TIMEOUT_S, Listener
+from kv_transfer.transports.probing_sink import PROBE_BYTES, ProbingSink
 from kv_transfer.transports.stream_io import read_exactly, read_header, send_gathered, wait_until_closed
 from kv_transfer.transports.tcp import introduce
 from kv_transfer.transports.throttle import Throttle
@@ -42,7 +43,6 @@ MAX_OUTSTANDING = 4
 MAX_GRANTS = 64
 MAX_RUNS = 65536
 MAX_INTRODUCTION_BYTES = 1024 * 1024
-PROBE_BYTES = 1024 * 1024
 # How long a closing sender waits for what it wrote to land.
 FLUSH_TIMEOUT_S = 5.0
 GRANTED, REFUSED, VERDICT = 1, 2, 3
@@ -125,7 +125,8 @@ class GrantedReceiver:
     def _serve(self, connection: socket.socket, sink: FrameSink) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         scratch = memoryview(bytearray(PROBE_BYTES))
-        _GrantingConnection(connection, sink, self._open_endpoint(scratch), scratch).serve()
+        probing = ProbingSink(sink, lambda _: None, scratch)  # every frame gets its verdict
+        _GrantingConnection(connection, probing, self._open_endpoint(scratch)).serve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +138,10 @@ class _Grant:
 class _GrantingConnection:
     """The receiver's side of one connection. Owned by its thread."""
 
-    def __init__(
-        self, connection: socket.socket, sink: FrameSink, endpoint: LandingEndpoint, scratch: memoryview
-    ) -> None:
+    def __init__(self, connection: socket.socket, sink: FrameSink, endpoint: LandingEndpoint) -> None:
         self._connection = connection
         self._sink = sink
         self._endpoint = endpoint
-        self._scratch = scratch
         self._grants: dict[int, _Grant] = {}
         self._number = 0
 
@@ -163,8 +161,8 @@ class _GrantingConnection:
             raise
         finally:
             self._endpoint.close()
-            for grant in self._grants.values():
-                self._close(grant, None)
+            while self._grants:
+                self._sink.close_frame(self._grants.popitem()[1].header, None)
 
     def _wait_for_message(self) -> None:
         """Lands what was granted until there is something to read, or nothing left to land. Raises OSError."""
@@ -184,32 +182,22 @@ class _GrantingConnection:
             if grant is None:
                 raise BadFrame(f"a payload for grant {number}, which is not open")
             digest = digest_of(grant.runs)
-            self._close(grant, digest)
+            self._sink.close_frame(grant.header, digest)
             self._connection.sendall(_ANSWER.pack(VERDICT, number, digest == grant.header.digest))
         return bool(landed)
 
     def _answer(self, header: FrameHeader) -> None:
         if len(self._grants) >= MAX_GRANTS:
             raise BadFrame(f"{MAX_GRANTS} frames are granted and not written")
-        runs = self._runs(header)
+        runs = self._sink.open_frame(header)
         if runs is None:
             self._connection.sendall(_ANSWER.pack(REFUSED, 0, 0))
             return
         self._number = (self._number + 1) % 2**24
-        self._grants[self._number] = _Grant(header, runs)
+        self._grants[self._number] = _Grant(header, list(runs))
         self._endpoint.expect(self._number, runs)
         places = np.array([(address_of(run), run.nbytes) for run in runs], np.uint64)
         self._connection.sendall(_ANSWER.pack(GRANTED, self._number, len(runs)) + places.tobytes())
-
-    def _runs(self, header: FrameHeader) -> list[memoryview] | None:
-        if header.epoch == PROBE_EPOCH:
-            return [self._scratch[: header.num_bytes]] if header.num_bytes <= PROBE_BYTES else None
-        runs = self._sink.open_frame(header)
-        return list(runs) if runs is not None else None
-
-    def _close(self, grant: _Grant, digest: bytes | None) -> None:
-        if grant.header.epoch != PROBE_EPOCH:
-            self._sink.close_frame(grant.header, digest)
 
 
 class GrantedTicket:
@@ -284,7 +272,7 @@ class GrantedSender:
             self._break(error)
 
     def count_verified(self) -> int:
-        """Waits until every frame has its verdict; how many were right since the last call."""
+        """Of probes and all others."""
         try:
             self._advance_until(lambda: not (self._asked or self._granted))
         except (OSError, BadFrame) as error:
@@ -363,21 +351,6 @@ class GrantedSender:
         self._connection.close()
         self._asked.clear()
         self._granted.clear()
-
-
-def cut(payload: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
-    """The payload's bytes in pieces of these sizes; copied only where they are not cut so already."""
-    if [run.nbytes for run in payload] == list(sizes):
-        return list(payload)
-    whole, start, pieces = memoryview(b"".join(payload)), 0, []
-    for size in sizes:
-        pieces.append(whole[start : start + size])
-        start += size
-    return pieces
-
-
-def address_of(run: memoryview) -> int:
-    return int(np.frombuffer(run, np.uint8).ctypes.data)
 
 
 def pauses(what: str, timeout_s: float = STALL_TIMEOUT_S) -> Iterator[None]:

@@ -24,8 +24,9 @@ import numpy as np
 
 from cluster.errors import KvTransferFailed
 from kv_transfer.transport import FrameSink
+from kv_transfer.transports.byte_runs import address_of
 from kv_transfer.transports.connection_gate import ConnectionGate
-from kv_transfer.transports.granted import GrantedReceiver, GrantedSender, Place, address_of
+from kv_transfer.transports.granted import GrantedReceiver, GrantedSender, Place
 
 NAME = "nixl"
 INSTALL = "pip install --no-deps 'nixl-cu12>=1.0'"

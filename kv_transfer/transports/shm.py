@@ -19,16 +19,15 @@ import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
+from typing import NoReturn
 
 from cluster.errors import KvTransferFailed
-from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header
-from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink, Posted
+from kv_transfer.frame import HEADER_BYTES, BadFrame, RunningDigest, pack_header, parse_header
+from kv_transfer.transport import PROBE_EPOCH, CancelGuarantee, FrameHeader, FrameSink, Posted
 from kv_transfer.transports.connection_gate import GREETING_TIMEOUT_S, ConnectionGate
 from kv_transfer.transports.listener import Listener
-from kv_transfer.transports.stream_io import read_exactly, read_header, send_gathered
+from kv_transfer.transports.probing_sink import ProbingSink
+from kv_transfer.transports.stream_io import read_exactly, read_next, send_gathered
 from kv_transfer.transports.tcp import introduce
 from kv_transfer.transports.throttle import Throttle
 
@@ -39,8 +38,9 @@ RING_BYTES = 4 * 1024 * 1024
 TOLD_EVERY_BYTES = RING_BYTES // 4
 MAX_FRAME_BYTES = RING_BYTES // 2
 _U64 = struct.Struct("<Q")
+_PLACE = struct.Struct("<QQ")  # where the frame starts in the ring; bytes of the ring that it takes
+PROBE_RIGHT, PROBE_WRONG = 2**64 - 1, 2**64 - 2  # in place of what was consumed: a probe frame's verdict
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-ByteArray = npt.NDArray[np.uint8]
 
 
 class ShmReceiver:
@@ -86,31 +86,41 @@ class ShmSender:
             self._connection.close()
             raise KvTransferFailed(f"cannot share a ring of {RING_BYTES} bytes: {error}", stage="transfer") from error
         self._written = self._consumed = 0  # bytes since the start, gaps at the ring's end included
+        self._num_probes = self._num_verified = 0
 
     def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> Posted:
         """Copies the frame into the ring, waiting for room; the source bytes are free when this returns."""
         self._throttle.pass_through(header.num_bytes)
+        self._num_probes += header.epoch == PROBE_EPOCH
         try:
-            offset, taken = self._make_room(header.num_bytes)
-            for run in payload:
-                self._ring[offset : offset + run.nbytes] = np.frombuffer(run, np.uint8)
-                offset += run.nbytes
-            start = offset - header.num_bytes
-            message = pack_header(header) + _U64.pack(start) + _U64.pack(taken)
-            send_gathered(self._connection, [memoryview(message)])
+            start, taken = self._make_room(header.num_bytes)
+            copy_in(self._ring, start, payload)
+            send_gathered(self._connection, [memoryview(pack_header(header) + _PLACE.pack(start, taken))])
         except OSError as error:
-            self.close()
-            raise KvTransferFailed(f"shm connection broke: {error}", stage="transfer") from error
+            self._break(error)
         return Posted()
 
     def poll(self) -> None:
         """Nothing is ever outstanding for the source."""
 
+    def count_verified(self) -> int:
+        try:
+            while self._num_probes:
+                self._read_answer()
+        except OSError as error:
+            self._break(error)
+        verified, self._num_verified = self._num_verified, 0
+        return verified
+
     def close(self) -> None:
         self._connection.close()
-        self._ring = np.empty(0, np.uint8)  # the mapping goes with its last view
+        self._ring = memoryview(b"")  # the mapping goes with its last view
 
-    def _share_ring(self) -> ByteArray:
+    def _break(self, error: Exception) -> NoReturn:
+        self.close()
+        raise KvTransferFailed(f"shm connection broke: {error}", stage="transfer") from error
+
+    def _share_ring(self) -> memoryview:
         descriptor = os.memfd_create("tandem-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, RING_BYTES)
@@ -120,7 +130,7 @@ class ShmSender:
             self._connection.sendmsg([_U64.pack(RING_BYTES)], rights)
         finally:
             os.close(descriptor)
-        return np.frombuffer(mapping, np.uint8)
+        return memoryview(mapping)
 
     def _make_room(self, num_bytes: int) -> tuple[int, int]:
         """Where the frame goes, and how many bytes of the ring it takes with the gap before it."""
@@ -133,32 +143,36 @@ class ShmSender:
         gap = RING_BYTES - position if position + num_bytes > RING_BYTES else 0
         taken = gap + num_bytes
         while self._written + taken - self._consumed > RING_BYTES:
-            self._read_consumed()
+            self._read_answer()
         self._written += taken
         return (position + gap) % RING_BYTES, taken
 
-    def _read_consumed(self) -> None:
+    def _read_answer(self) -> None:
         buffer = memoryview(bytearray(_U64.size))
         if not read_exactly(self._connection, buffer):
             raise ConnectionError("the receiver is gone")
-        (self._consumed,) = _U64.unpack(buffer)
+        (value,) = _U64.unpack(buffer)
+        if value not in (PROBE_RIGHT, PROBE_WRONG):
+            self._consumed = value
+        elif self._num_probes:
+            self._num_probes -= 1
+            self._num_verified += value == PROBE_RIGHT
 
 
 def serve_ring(connection: socket.socket, sink: FrameSink) -> None:
     """Takes the ring over and copies frames out of it until the stream ends. Raises OSError or BadFrame."""
     ring = _receive_ring(connection)
-    buffer = memoryview(bytearray(HEADER_BYTES))
-    place = memoryview(bytearray(2 * _U64.size))
+    sink = ProbingSink(sink, lambda is_right: connection.sendall(_U64.pack(PROBE_RIGHT if is_right else PROBE_WRONG)))
+    message = memoryview(bytearray(HEADER_BYTES + _PLACE.size))
     consumed = told = 0  # bytes since the start
-    while (header := read_header(connection, buffer)) is not None:
-        if not read_exactly(connection, place):
-            raise ConnectionError("the stream ended in the middle of a message")
-        start, taken = _U64.unpack(place[:8])[0], _U64.unpack(place[8:])[0]
-        if start + header.num_bytes > ring.size or taken > ring.size:
+    while read_next(connection, message):
+        header = parse_header(message[:HEADER_BYTES])
+        start, taken = _PLACE.unpack(message[HEADER_BYTES:])
+        if start + header.num_bytes > ring.nbytes or taken > ring.nbytes:
             raise BadFrame(f"a frame of {header.num_bytes} bytes at {start} lies outside the ring")
         runs = sink.open_frame(header)
         if runs is not None:
-            _copy_out(ring, start, header, list(runs), sink)
+            _land(ring, start, header, runs, sink)
         consumed += taken
         # Not after every frame: the sender reads these only when it needs room, and a Unix socket holds few messages.
         if consumed - told >= TOLD_EVERY_BYTES:
@@ -166,19 +180,38 @@ def serve_ring(connection: socket.socket, sink: FrameSink) -> None:
             told = consumed
 
 
-def _copy_out(ring: ByteArray, start: int, header: FrameHeader, runs: list[memoryview], sink: FrameSink) -> None:
+def _land(ring: memoryview, start: int, header: FrameHeader, runs: Sequence[memoryview], sink: FrameSink) -> None:
     arrived_digest = None
     try:
-        for run in runs:
-            # numpy copies without the interpreter's lock: the engine's thread goes on.
-            np.frombuffer(run, np.uint8)[:] = ring[start : start + run.nbytes]
-            start += run.nbytes
-        arrived_digest = digest_of(runs)
+        arrived_digest = copy_out(ring, start, runs)
     finally:
         sink.close_frame(header, arrived_digest)
 
 
-def _receive_ring(connection: socket.socket) -> ByteArray:
+def copy_in(ring: memoryview, start: int, payload: Sequence[memoryview]) -> None:
+    """Copies the runs into the ring, one after the other.
+
+    A memoryview's copy holds the interpreter's lock, numpy's gives it away for each run: then another thread takes it a
+    hundred times in a frame, and each time its slice has to be waited for. A frame takes a tenth of a millisecond.
+    """
+    for run in payload:
+        end = start + run.nbytes
+        ring[start:end] = run
+        start = end
+
+
+def copy_out(ring: memoryview, start: int, runs: Sequence[memoryview]) -> bytes:
+    """Copies a frame into its place; the digest of the bytes as they lie there, taken while they are in the cache."""
+    digest = RunningDigest()
+    for run in runs:
+        end = start + run.nbytes
+        run[:] = ring[start:end]
+        digest.update(run)
+        start = end
+    return digest.digest()
+
+
+def _receive_ring(connection: socket.socket) -> memoryview:
     message, rights, _, _ = connection.recvmsg(_U64.size, socket.CMSG_SPACE(array.array("i").itemsize))
     descriptors = array.array("i")
     for level, kind, data in rights:
@@ -192,7 +225,7 @@ def _receive_ring(connection: socket.socket) -> ByteArray:
         is_sealed = fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
         if size != RING_BYTES or not is_sealed or os.fstat(descriptors[0]).st_size != size:
             raise BadFrame("the ring has another size, or may be made smaller")
-        return np.frombuffer(mmap.mmap(descriptors[0], size, prot=mmap.PROT_READ), np.uint8)
+        return memoryview(mmap.mmap(descriptors[0], size, prot=mmap.PROT_READ))
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -31,11 +31,11 @@ import numpy.typing as npt
 from cluster.errors import KvTransferFailed, StartupError
 from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header, parse_header
 from kv_transfer.kv_memory import KvMemory
-from kv_transfer.layer_groups import LinkCosts
-from kv_transfer.link_probe import time_copies
-from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink
+from kv_transfer.transport import PROBE_EPOCH, CancelGuarantee, FrameHeader, FrameSink
+from kv_transfer.transports.byte_runs import address_of, cut
 from kv_transfer.transports.connection_gate import GREETING_TIMEOUT_S, ConnectionGate
 from kv_transfer.transports.listener import Listener
+from kv_transfer.transports.probing_sink import PROBE_BYTES, ProbingSink
 from kv_transfer.transports.stream_io import read_exactly, send_gathered, wait_for_byte, wait_until_closed
 from kv_transfer.transports.tcp import introduce
 from kv_transfer.transports.throttle import Throttle
@@ -45,8 +45,9 @@ ASK, WRITTEN = b"A", b"W"
 MAX_ASKED = 2
 _MAPPING = struct.Struct("<QQQ")  # bytes of the memfd, the pool's offset in it, bytes of the pool
 _COUNT = struct.Struct("<I")
-_RUN = struct.Struct("<QQ")  # offset in the pool, bytes
+_RUN = struct.Struct("<QQ")  # offset in the pool or, counted from its end, in the probes' memory; bytes
 MAX_RUNS = 65536
+PROBE_RIGHT, PROBE_WRONG = 2**32 - 1, 2**32 - 2  # in place of a count: a probe frame's verdict
 ByteArray = npt.NDArray[np.uint8]
 
 
@@ -98,8 +99,11 @@ class _GrantingConnection:
 
     def __init__(self, connection: socket.socket, sink: FrameSink, memory: SharedKvMemory) -> None:
         self._connection = connection
-        self._sink = sink
         self._memory = memory
+        self._probes_memfd = os.memfd_create("tandem-probes", os.MFD_CLOEXEC)
+        os.ftruncate(self._probes_memfd, PROBE_BYTES)
+        self._probes = np.frombuffer(mmap.mmap(self._probes_memfd, PROBE_BYTES), np.uint8)
+        self._sink = ProbingSink(sink, self._judge_probe, memoryview(self._probes.data))
         self._grants: deque[_Grant] = deque()  # the sender writes in the order in which it asked
 
     def serve(self) -> None:
@@ -115,15 +119,16 @@ class _GrantingConnection:
                 wait_until_closed(self._connection)
             raise
         finally:
-            for grant in self._grants:
-                self._sink.close_frame(grant.header, None)
+            while self._grants:
+                self._sink.close_frame(self._grants.popleft().header, None)
+            os.close(self._probes_memfd)
 
     def _hand_out_pool(self) -> None:
         memory = self._memory
         if memory.memfd is None:
             raise BadFrame("the pool is closed")
         size = os.fstat(memory.memfd).st_size
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory.memfd]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory.memfd, self._probes_memfd]))]
         self._connection.sendmsg([_MAPPING.pack(size, memory.mapping_offset, memory.size_bytes)], rights)
 
     def _answer(self) -> None:
@@ -145,8 +150,15 @@ class _GrantingConnection:
         places = [_RUN.pack(self._offset(run), run.nbytes) for run in runs]
         self._connection.sendall(_COUNT.pack(len(places)) + b"".join(places))
 
+    def _judge_probe(self, is_right: bool) -> None:
+        self._connection.sendall(_COUNT.pack(PROBE_RIGHT if is_right else PROBE_WRONG))
+
     def _offset(self, run: memoryview) -> int:
-        return int(np.frombuffer(run, np.uint8).ctypes.data) - self._memory.address
+        address = address_of(run)
+        start = address - self._memory.address
+        if 0 <= start < self._memory.size_bytes:
+            return start
+        return self._memory.size_bytes + address - int(self._probes.ctypes.data)
 
 
 class DirectTicket:
@@ -177,8 +189,9 @@ class ShmDirectSender:
             self._connection.close()
             raise KvTransferFailed(f"cannot connect to {address} over shm-direct: {error}", stage="transfer") from error
         introduce(self._connection, nonce)
+        self._num_probes = self._num_verified = 0
         try:
-            self._pool = _receive_pool(self._connection)
+            self._pool, self._probes = _receive_memory(self._connection)
         except (OSError, BadFrame) as error:
             self._connection.close()
             raise KvTransferFailed(f"cannot map the pool of {address}: {error}", stage="transfer") from error
@@ -186,6 +199,7 @@ class ShmDirectSender:
     def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> DirectTicket:
         """Asks where the frame may go; it is written as soon as the answer is here."""
         ticket = DirectTicket(header, payload)
+        self._num_probes += header.epoch == PROBE_EPOCH
         try:
             send_gathered(self._connection, [memoryview(ASK), memoryview(pack_header(header))])
             self._asked.append(ticket)
@@ -203,60 +217,74 @@ class ShmDirectSender:
         except (OSError, BadFrame) as error:
             self._break(error)
 
-    def measure(self) -> LinkCosts:
-        """What a copy out of the mapped pool costs: reading it harms nobody."""
-        return time_copies(self._pool)
+    def count_verified(self) -> int:
+        self.poll()
+        try:
+            while self._num_probes:
+                self._take_verdict(self._read_count())
+        except (OSError, BadFrame) as error:
+            self._break(error)
+        verified, self._num_verified = self._num_verified, 0
+        return verified
 
     def close(self) -> None:
         self._connection.close()
-        self._pool = np.empty(0, np.uint8)  # the mapping goes with its last view
+        self._pool = self._probes = np.empty(0, np.uint8)  # a mapping goes with its last view
 
     def _write_next(self) -> None:
         ticket = self._asked[0]
-        (num_runs,) = _COUNT.unpack(_read(self._connection, _COUNT.size))
+        while (num_runs := self._read_count()) in (PROBE_RIGHT, PROBE_WRONG):
+            self._take_verdict(num_runs)
         if num_runs > MAX_RUNS:
             raise BadFrame(f"{num_runs} runs for one frame")
         if num_runs:
-            places = np.frombuffer(_read(self._connection, num_runs * _RUN.size), np.uint64).reshape(-1, 2)
+            places = np.frombuffer(_read(self._connection, num_runs * _RUN.size), np.uint64).reshape(-1, 2).copy()
             self._throttle.pass_through(ticket.header.num_bytes)
             self._copy(ticket, places)
             self._connection.sendall(WRITTEN)
         self._asked.popleft()
         ticket.done = True
 
+    def _read_count(self) -> int:
+        return int(_COUNT.unpack(_read(self._connection, _COUNT.size))[0])
+
+    def _take_verdict(self, value: int) -> None:
+        if value not in (PROBE_RIGHT, PROBE_WRONG) or not self._num_probes:
+            raise BadFrame(f"unexpected answer {value}")
+        self._num_probes -= 1
+        self._num_verified += value == PROBE_RIGHT
+
     def _copy(self, ticket: DirectTicket, places: npt.NDArray[np.uint64]) -> None:
-        if int(places[:, 1].sum()) != ticket.header.num_bytes or int(places.sum(axis=1).max()) > self._pool.size:
+        memory = self._pool
+        if ticket.header.epoch == PROBE_EPOCH:
+            places[:, 0] -= np.uint64(self._pool.size)
+            memory = self._probes
+        if int(places[:, 1].sum()) != ticket.header.num_bytes or int(places.sum(axis=1).max()) > memory.size:
             raise BadFrame("the granted places do not fit the frame")
-        targets = [self._pool[int(start) : int(start + size)] for start, size in places]
-        sources = [np.frombuffer(run, np.uint8) for run in ticket.payload]
-        if [run.size for run in sources] == [run.size for run in targets]:
-            for target, source in zip(targets, sources, strict=True):
-                target[:] = source
-            return
-        whole, start = np.concatenate(sources), 0
-        for target in targets:
-            target[:] = whole[start : start + target.size]
-            start += target.size
+        sources = cut(ticket.payload, places[:, 1].tolist())
+        for source, (start, size) in zip(sources, places.tolist(), strict=True):
+            memory[start : start + size] = np.frombuffer(source, np.uint8)
 
     def _break(self, error: Exception) -> None:
         self.close()
         raise KvTransferFailed(f"shm-direct connection broke: {error}", stage="transfer") from error
 
 
-def _receive_pool(connection: socket.socket) -> ByteArray:
-    message, rights, _, _ = connection.recvmsg(_MAPPING.size, socket.CMSG_SPACE(array.array("i").itemsize))
+def _receive_memory(connection: socket.socket) -> tuple[ByteArray, ByteArray]:
+    """The receiver's pool, and the memory of this connection's probe frames."""
+    message, rights, _, _ = connection.recvmsg(_MAPPING.size, socket.CMSG_SPACE(2 * array.array("i").itemsize))
     descriptors = array.array("i")
     for level, kind, data in rights:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
     try:
-        if len(message) != _MAPPING.size or len(descriptors) != 1:
+        if len(message) != _MAPPING.size or len(descriptors) != 2:
             raise BadFrame("the pool did not come with the greeting")
         size, offset, num_bytes = _MAPPING.unpack(message)
         if os.fstat(descriptors[0]).st_size != size or offset + num_bytes > size:
             raise BadFrame("the pool has another size than was said")
-        mapping = mmap.mmap(descriptors[0], size)
-        return np.frombuffer(mapping, np.uint8)[offset : offset + num_bytes]
+        pool = np.frombuffer(mmap.mmap(descriptors[0], size), np.uint8)[offset : offset + num_bytes]
+        return pool, np.frombuffer(mmap.mmap(descriptors[1], PROBE_BYTES), np.uint8)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

@@ -28,11 +28,22 @@ def read_exactly(connection: socket.socket, into: memoryview) -> bool:
 
 
 def read_header(connection: socket.socket, buffer: memoryview) -> FrameHeader | None:
-    """The next frame's header; None at the end of the stream. A peer may be silent between frames for ever."""
-    if not wait_for_byte(connection):
-        return None
-    read_exactly(connection, buffer[:HEADER_BYTES])
-    return parse_header(buffer[:HEADER_BYTES])
+    """The next frame's header; None at the end of the stream. Raises OSError or BadFrame."""
+    return parse_header(buffer[:HEADER_BYTES]) if read_next(connection, buffer[:HEADER_BYTES]) else None
+
+
+def read_next(connection: socket.socket, into: memoryview) -> bool:
+    """The next message; False at the end of the stream. A peer may be silent between messages for ever."""
+    while True:
+        try:
+            count = connection.recv_into(into)
+        except TimeoutError:
+            continue
+        if count == 0:
+            return False
+        if count < into.nbytes and not read_exactly(connection, into[count:]):
+            raise ConnectionError("the stream ended in the middle of a message")
+        return True
 
 
 def wait_for_byte(connection: socket.socket) -> bool:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from typing import NoReturn
 
 from cluster.errors import KvTransferFailed
 from kv_transfer.frame import HEADER_BYTES, digest_of, pack_header
-from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink, Posted
+from kv_transfer.transport import PROBE_EPOCH, CancelGuarantee, FrameHeader, FrameSink, Posted
 from kv_transfer.transports.connection_gate import ACCEPTED, GREETING_TIMEOUT_S, ConnectionGate, greeting
 from kv_transfer.transports.listener import STALL_TIMEOUT_S, Listener
+from kv_transfer.transports.probing_sink import ProbingSink
 from kv_transfer.transports.stream_io import drain, read_exactly, read_header, send_gathered
 from kv_transfer.transports.throttle import Throttle
 
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
+RIGHT, WRONG = b"+", b"-"  # a probe frame's verdict, the only thing that a receiver says
 
 
 class TcpReceiver:
@@ -54,22 +57,37 @@ class TcpSender:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self._throttle = Throttle(throttle_bytes_per_s)
         introduce(self._connection, nonce)
+        self._num_probes = 0  # without a verdict yet
 
     def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> Posted:
         """Sends the frame; the source bytes are free when this returns. Raises `KvTransferFailed`."""
         self._throttle.pass_through(header.num_bytes)
+        self._num_probes += header.epoch == PROBE_EPOCH
         try:
             send_gathered(self._connection, [memoryview(pack_header(header)), *payload])
         except OSError as error:
-            self.close()
-            raise KvTransferFailed(f"tcp connection broke: {error}", stage="transfer") from error
+            self._break(error)
         return Posted()
 
     def poll(self) -> None:
         """Nothing is ever outstanding."""
 
+    def count_verified(self) -> int:
+        verdicts = memoryview(bytearray(self._num_probes))
+        try:
+            if self._num_probes and not read_exactly(self._connection, verdicts):
+                raise ConnectionError("the receiver is gone")
+        except OSError as error:
+            self._break(error)
+        self._num_probes = 0
+        return bytes(verdicts).count(RIGHT)
+
     def close(self) -> None:
         self._connection.close()
+
+    def _break(self, error: Exception) -> NoReturn:
+        self.close()
+        raise KvTransferFailed(f"tcp connection broke: {error}", stage="transfer") from error
 
 
 def introduce(connection: socket.socket, nonce: bytes) -> None:
@@ -88,6 +106,7 @@ def introduce(connection: socket.socket, nonce: bytes) -> None:
 
 def serve_frames(connection: socket.socket, sink: FrameSink) -> None:
     """Receives frames until the stream ends. Raises OSError or BadFrame."""
+    sink = ProbingSink(sink, lambda is_right: connection.sendall(RIGHT if is_right else WRONG))
     buffer = memoryview(bytearray(HEADER_BYTES))
     while (header := read_header(connection, buffer)) is not None:
         runs = sink.open_frame(header)

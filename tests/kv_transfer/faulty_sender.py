@@ -68,6 +68,9 @@ class FaultySender:
     def poll(self) -> None:
         self._sender.poll()
 
+    def count_verified(self) -> int:
+        return self._sender.count_verified()
+
     def close(self) -> None:
         self._sender.close()
 

@@ -38,6 +38,7 @@ class Eager:
     def __init__(self, sender: Sender) -> None:
         self.name, self.cancel_guarantee = sender.name, sender.cancel_guarantee
         self.poll, self.close, self.wrapped = sender.poll, sender.close, sender
+        self.count_verified = sender.count_verified
 
     def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> SendTicket:
         ticket = self.wrapped.push(header, payload)
