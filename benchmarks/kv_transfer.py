@@ -29,10 +29,11 @@ from benchmarks.machine import describe_machine
 from cluster.identity import TransferId
 from cluster.kv_layout import KvLayout
 from engine.kv_memory import KvMemory
-from kv_transfer.endpoints import SENDERS, ReceivingEnds
+from kv_transfer.endpoints import ReceivingEnds
 from kv_transfer.frame import digest_of
 from kv_transfer.transport import FrameHeader
 from kv_transfer.transports.connection_gate import NONCE_BYTES
+from kv_transfer.transports.registry import SENDERS
 
 POOL_BYTES = 64 * 2**20  # more than a core's share of the last cache
 ROUND_BYTES = 128 * 2**20

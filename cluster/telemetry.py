@@ -6,7 +6,10 @@ Each process makes one registry and hands the metrics it updates to whoever upda
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from tandem.v1 import worker_pb2
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -114,7 +117,22 @@ class WorkerMetrics:
         self.kv_bytes_moved = counter("kv_transfer_bytes", "KV bytes sent or received")
         self.kv_frames_stale = counter("kv_transfer_stale_frames", "late frames dropped by their epoch")
         self.kv_digest_failures = counter("kv_transfer_digest_failures", "frames that did not verify")
+        self.link_bandwidth = Gauge(
+            "tandem_kv_link_bytes_per_second",
+            "as measured when the two workers met",
+            (*names, "peer", "transport"),
+            registry=registry,
+        )
+        self._bound = values
         self.transfer_time = histogram("kv_transfer_seconds", "first frame to verified", TRANSFER_BOUNDS_S)
         self.transfer_exposed_time = histogram(
             "kv_transfer_exposed_seconds", "prefill ended to verified", TRANSFER_BOUNDS_S
         )
+
+    def show_links(self, peers: Iterable[worker_pb2.PeerStatus]) -> None:
+        """The links that are up now, and no others."""
+        self.link_bandwidth.clear()
+        for peer in peers:
+            if peer.transport:
+                labels = (*self._bound, peer.worker_id, peer.transport)
+                self.link_bandwidth.labels(*labels).set(peer.measured_gb_per_s * 1e9)

@@ -52,7 +52,12 @@ class WorkerSettings(BaseModel):
     tls_authority_file: Path | None = Field(default=None, description="PEM; needed where gRPC leaves the machine")
     tls_certificate_file: Path | None = Field(default=None, description="PEM; this process, signed by the authority")
     tls_key_file: Path | None = Field(default=None, description="PEM; the certificate's key")
-    transports: tuple[str, ...] = Field(default=("shm", "tcp"), description="in order of preference")
+    transports: tuple[str, ...] = Field(
+        default=("shm", "tcp"), description="in order of preference, or `auto`: the fastest that is measured"
+    )
+    min_bandwidth: float = Field(
+        default=0.0, ge=0, description="bytes/s: a KV link that measures less is refused; 0: any is taken"
+    )
     block_tokens: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory, at most 1 GiB")
     num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")

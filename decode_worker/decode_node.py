@@ -158,6 +158,7 @@ class DecodeNode:
         record.load.CopyFrom(self.load_report())
         self._counters.show_load(record.load, self._parts.pool.census().conservation_error)
         self._landings.show(self._counters)
+        self._counters.metrics.show_links(self._peers.status())
         record.host_id = read_host_id()
         record.ready = not self.is_draining
         record.refused.extend(self._peers.refused())

@@ -234,11 +234,12 @@ class PrefillPeer:
                     self.link = await self._shake_hands(stream, hello)
                 await self._enter(PeerState.READY, self.link.transport_reason)
                 logger.info(
-                    "prefill worker %s (%s) ready: transport %s, %.2f GB/s",
+                    "prefill worker %s (%s) ready: transport %s, %.2f GB/s: %s",
                     self.worker_id,
                     self.link.incarnation,
                     self.link.transport,
                     self.link.measured_gb_per_s,
+                    self.link.transport_reason,
                 )
                 await first_of(self._read(stream), self._write(stream), self._ping(), self._wait_for_replacement())
             finally:

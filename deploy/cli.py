@@ -54,7 +54,7 @@ Quantization = Annotated[
     Literal["none", "int8", "int4", "fp8", "gguf"] | None,
     typer.Option(help="weights; gguf keeps the file's own blocks"),
 ]
-Transport = Annotated[str | None, typer.Option(help="how KV travels, in order of preference: shm,tcp")]
+Transport = Annotated[str | None, typer.Option(help="how KV travels, in order of preference: shm,tcp; or auto")]
 Count = Annotated[int | None, typer.Option(help="worker processes of this role", min=0)]
 Url = Annotated[str, typer.Option(help="where the cluster answers", envvar="TANDEM_URL")]
 ApiKey = Annotated[str, typer.Option(help="for a cluster with API keys", envvar="TANDEM_API_KEY", show_default=False)]
@@ -117,6 +117,7 @@ def serve(
     aggregated: Count = None,
     num_threads: Annotated[int | None, typer.Option(help="compute threads of each worker", min=1)] = None,
     transport: Transport = None,
+    min_bandwidth: Annotated[float | None, typer.Option(help="bytes/s below which a KV link is refused", min=0)] = None,
     block_tokens: Annotated[int | None, typer.Option(help="tokens of one KV block", min=1, max=256)] = None,
     policy: Annotated[
         str | None, typer.Option(help="cache_aware, least_loaded, power_of_two, round_robin or session")
@@ -158,7 +159,8 @@ def serve(
         "speculation": speculation, "num_drafts": num_drafts,
         "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,
         "prefill.num_threads": num_threads, "decode.num_threads": num_threads, "aggregated.num_threads": num_threads,
-        "transports": tuple(transport.split(",")) if transport else None, "block_tokens": block_tokens,
+        "transports": tuple(transport.split(",")) if transport else None, "min_bandwidth": min_bandwidth,
+        "block_tokens": block_tokens,
         "router.policy": policy,
         "router.host": host, "router.port": port, "router.grpc_port": grpc_port, "redis.url": redis_url,
         "seed": seed, "autoscale": autoscale, "drain_timeout_s": drain_timeout_s, "link_bytes_per_s": link_bytes_per_s,

@@ -165,6 +165,7 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
         redis_password_file=shared.redis_password_file,
         cluster_token_file=shared.token_file,
         transports=config.transports,
+        min_bandwidth=config.min_bandwidth,
         block_tokens=config.block_tokens,
         kv_cache_bytes=pool.kv_cache_bytes,
         num_kv_blocks=pool.num_kv_blocks,

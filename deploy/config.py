@@ -99,7 +99,12 @@ class ClusterConfig(Section):
     quantization: Literal["none", "int8", "int4", "fp8", "gguf"] = "none"
     speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = "off"
     num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
-    transports: tuple[str, ...] = Field(default=("shm", "tcp"), min_length=1, description="in order of preference")
+    transports: tuple[str, ...] = Field(
+        default=("shm", "tcp"),
+        min_length=1,
+        description="in order of preference, or auto: the fastest that is measured",
+    )
+    min_bandwidth: float = Field(default=0.0, ge=0, description="bytes/s below which a KV link is refused; 0: off")
     block_tokens: int = Field(default=16, ge=1, le=256, description="tokens of one KV block")
     max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
     seed: int = 0

@@ -25,12 +25,13 @@ from cluster.worker_counters import WorkerCounters
 from cluster.worker_process import WorkerContext
 from engine.request import SequenceOutput
 from engine.worker_engine import WorkerEngine, load_report, open_engine
-from kv_transfer.endpoints import connect_best, load_transports
 from kv_transfer.hello import HandoffIdentity, compare, is_refused, make_ack, receiver_layout
 from kv_transfer.host import read_host_id
 from kv_transfer.layer_pusher import LayerPusher
+from kv_transfer.link_choice import LinkWishes, connect_best
 from kv_transfer.shapes import CellGather, HeadRange
 from kv_transfer.transfer_ref import TransferRef
+from kv_transfer.transports.registry import AUTO, load_transports, resolve
 from prefill_worker.decode_peer import DecodePeer, PeerLink, PrefillRejected
 from prefill_worker.handoff_service import HandoffService
 from prefill_worker.prefill_check import PrefillLimits, check_load, check_prefill
@@ -81,7 +82,7 @@ class PrefillNode:
     @classmethod
     async def build(cls, context: WorkerContext) -> PrefillNode:
         """Loads the model. Raises `StartupError`."""
-        load_transports(context.settings.transports)
+        load_transports(resolve(context.settings.transports))
         fallbacks = Fallbacks()
         return cls(context, open_engine(context, fallbacks), fallbacks)
 
@@ -129,9 +130,7 @@ class PrefillNode:
             link = await asyncio.to_thread(
                 connect_best,
                 hello,
-                settings.transports,
-                throttle_bytes_per_s=settings.link_bytes_per_s,
-                memory=self._parts.memory,
+                LinkWishes(settings.transports, settings.min_bandwidth, settings.link_bytes_per_s, self._parts.memory),
             )
         except KvTransferFailed as error:
             return make_ack(self._identity, mismatches, transport_reason=error.message), None
@@ -156,7 +155,7 @@ class PrefillNode:
 
     def _note_transport(self, hello: handoff_pb2.Hello, used: str, reason: str) -> None:
         wanted = hello.transports[0].name
-        if used != wanted:
+        if used != wanted and self._context.settings.transports != (AUTO,):
             self._fallbacks.took("transport", wanted=wanted, used=used, reason=shown(reason))
 
     # --- transfers ----------------------------------------------------------------------------------------------------
@@ -231,6 +230,7 @@ class PrefillNode:
         record.host_id = self._identity.host_id
         record.load.CopyFrom(self.load_report())
         self._counters.show_load(record.load, self._parts.pool.census().conservation_error)
+        self._counters.metrics.show_links(peer.status() for peer in self._service.connected.values())
         record.ready = not self.is_draining
         return record
 

@@ -68,6 +68,36 @@ async def test_tokens_through_two_workers_equal_one_process(fleet: WorkerFleet, 
     assert await asyncio.to_thread(prefill.stop) == 0
 
 
+async def test_kv40_auto_says_what_it_took_and_a_link_below_min_bandwidth_ends_in_local_prefill(
+    fleet: WorkerFleet,
+) -> None:
+    auto, picky, decode = await asyncio.gather(
+        fleet.start("prefill", "prefill-auto", transports=("auto",)),
+        fleet.start("prefill", "prefill-picky", transports=("auto",), min_bandwidth=1e15),
+        fleet.start("decode", "decode-0", transports=("auto",)),
+    )
+    row = reference_row(17)
+    async with Router(decode) as router:
+        for peer in (auto, picky):  # without membership a request is what makes them meet
+            await router.generate(f"meet {peer.address}", row["prompt"], 1, [peer])
+        expected = {"prefill-auto": "ready", "prefill-picky": "refused"}
+        await decode.wait_for(
+            lambda status: {peer.worker_id: peer.state for peer in status.peers} == expected, 60, "both were measured"
+        )
+        await decode.reset_prefix_cache()
+        pushed = await router.generate("auto", row["prompt"], NUM_TOKENS, [auto])
+        await decode.reset_prefix_cache()
+        local = await router.generate("picky", row["prompt"], NUM_TOKENS, [picky], allow_local_prefill=True)
+    assert pushed.token_ids == local.token_ids == row["tokens"][:NUM_TOKENS]
+    assert (pushed.last.timeline.prefill_worker_id, local.last.timeline.prefill_worker_id) == ("prefill-auto", "")
+    status = await decode.status()
+    peers = {peer.worker_id: peer for peer in status.peers}
+    assert peers["prefill-auto"].transport == pushed.last.timeline.transport
+    assert peers["prefill-auto"].reason.startswith("auto among ")
+    assert "min_bandwidth is" in peers["prefill-picky"].reason
+    assert status.counters["local_prefills"] == 1
+
+
 async def test_aggregated_worker_gives_the_same_tokens(fleet: WorkerFleet) -> None:
     worker = await fleet.start("aggregated", "solo-0")
     async with Router(worker) as router:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_transfer.endpoints import OPTIONAL_TRANSPORTS, SENDERS
+from kv_transfer.transports.registry import OPTIONAL_TRANSPORTS, SENDERS
 
 TRANSPORTS = tuple(SENDERS)
 NETWORK_TRANSPORTS = frozenset({"tcp", "ucx", "nixl"})

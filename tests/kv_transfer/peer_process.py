@@ -12,9 +12,10 @@ from pathlib import Path
 
 from cluster.identity import TransferId
 from engine.kv_memory import KvMemory
-from kv_transfer.endpoints import SENDERS, ReceivingEnds
+from kv_transfer.endpoints import ReceivingEnds
 from kv_transfer.landing_table import LandingTable
 from kv_transfer.transport import FrameHeader
+from kv_transfer.transports.registry import SENDERS
 from tests.kv_transfer.oracle import LAYOUT, refs
 
 TRANSFER = TransferId(b"k" * 16)

@@ -17,11 +17,12 @@ import pytest
 from cluster.identity import BlockId, BlockRef, TransferId
 from engine.block_pool import BlockPool
 from engine.kv_memory import KvMemory
-from kv_transfer.endpoints import SENDERS, ReceivingEnds
+from kv_transfer.endpoints import ReceivingEnds
 from kv_transfer.landing_table import Arrived, LandingTable
 from kv_transfer.layer_pusher import LayerPusher, PushRequest, PushSession
 from kv_transfer.protocol_limits import MAX_RESENDS
 from kv_transfer.transport import Sender
+from kv_transfer.transports.registry import SENDERS
 from tests.kv_transfer.all_transports import TRANSPORTS, needs_library
 from tests.kv_transfer.direct_sender import DirectSender
 from tests.kv_transfer.faulty_sender import Fault, FaultySender

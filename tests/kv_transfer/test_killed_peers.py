@@ -16,10 +16,11 @@ import pytest
 
 from cluster.errors import KvTransferFailed
 from engine.kv_memory import KvMemory
-from kv_transfer.endpoints import SENDERS, ReceivingEnds
+from kv_transfer.endpoints import ReceivingEnds
 from kv_transfer.landing_table import LandingTable
 from kv_transfer.transport import FrameHeader, Sender
 from kv_transfer.transports.connection_gate import NONCE_BYTES
+from kv_transfer.transports.registry import SENDERS
 from tests.kv_transfer.all_transports import TRANSPORTS, needs_library
 from tests.kv_transfer.oracle import LAYOUT, refs, wait_until
 from tests.kv_transfer.peer_process import NUM_BLOCKS, TRANSFER

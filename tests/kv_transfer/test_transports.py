@@ -19,10 +19,13 @@ from tandem.v1 import handoff_pb2
 
 from cluster.errors import KvTransferFailed
 from cluster.identity import TransferId
-from kv_transfer.endpoints import SENDERS, ReceivingEnds, connect_best
+from kv_transfer.endpoints import ReceivingEnds
 from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header, parse_header
 from kv_transfer.landing_table import LandingTable
+from kv_transfer.link_choice import LinkWishes, connect_best
+from kv_transfer.link_probe import measure_link
 from kv_transfer.transport import FrameHeader, Sender, SendTicket
+from kv_transfer.transports.registry import SENDERS
 from tests.kv_transfer.all_transports import NETWORK_TRANSPORTS, TRANSPORTS, needs_library
 from tests.kv_transfer.oracle import LAYOUT, Link, assert_holds, make_pools, refs, wait_until, write_layer
 
@@ -356,13 +359,28 @@ def test_credit_bounds_what_is_posted(rig: Rig) -> None:
 
 def test_the_best_link_is_measured_and_says_why(rig: Rig) -> None:
     hello = handoff_pb2.Hello(transports=rig.ends.offers(), session_nonce=rig.nonce)
-    chosen = connect_best(hello, TRANSPORTS)
+    chosen = connect_best(hello, LinkWishes(TRANSPORTS))
     assert chosen.sender.name == rig.transport
-    assert chosen.costs.bytes_per_s > 1e8
+    assert chosen.costs.bytes_per_s > 1e7
     assert "receiver's choice" in chosen.reason
     chosen.sender.close()
     with pytest.raises(KvTransferFailed, match="min_bandwidth"):
-        connect_best(hello, TRANSPORTS, min_bytes_per_s=1e15)
+        connect_best(hello, LinkWishes(TRANSPORTS, min_bytes_per_s=1e15))
     with pytest.raises(KvTransferFailed, match="none of the offers"):
-        connect_best(hello, ["carrier-pigeon"])
+        connect_best(hello, LinkWishes(("carrier-pigeon",)))
     assert rig.table.counts().stale_frames == 0
+
+
+def test_kv40_a_link_that_spoils_what_it_moves_is_passed_over(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kv_transfer.link_probe.digest_of", lambda runs: bytes(byte ^ 1 for byte in digest_of(runs)))
+    hello = handoff_pb2.Hello(transports=rig.ends.offers(), session_nonce=rig.nonce)
+    with pytest.raises(KvTransferFailed, match="spoils what it moves: 0 of 1"):
+        connect_best(hello, LinkWishes(TRANSPORTS))
+
+
+def test_probe_frames_never_reach_the_landing_table(rig: Rig) -> None:
+    sender = rig.sender()
+    measure_link(sender)
+    counts = rig.table.counts()
+    assert (counts.frames, counts.stale_frames, counts.refused_frames) == (0, 0, 0)
+    sender.close()
