@@ -95,7 +95,7 @@ class CountingSink:
         self._case, self._memory = case, memory
 
     def open_frame(self, header: FrameHeader) -> list[memoryview]:
-        return [self._memory.run(block, header.first_layer, 1) for block in self._case.blocks_of(header.seq)]
+        return self._memory.runs(self._case.blocks_of(header.seq), header.first_layer, 1)
 
     def close_frame(self, header: FrameHeader, arrived_digest: bytes | None) -> None:
         if arrived_digest != header.digest:
@@ -117,7 +117,7 @@ def send(case: Case, address: str, nonce: bytes, control: multiprocessing.connec
     control.recv()
     for seq in range(NUM_ROUNDS * case.frames_per_round):
         layer = seq % case.layout.num_layers
-        payload = [memory.run(block, layer, 1) for block in case.blocks_of(seq)]
+        payload = memory.runs(case.blocks_of(seq), layer, 1)
         digest = digest_of(payload)
         header = FrameHeader(TRANSFER, 1, 0, seq, layer, 1, 0, case.blocks_per_frame, case.frame_bytes, digest)
         sender.push(header, payload)

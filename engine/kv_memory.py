@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -113,6 +114,23 @@ class KvMemory:
             )
         start = block * self.layout.block_bytes + first_layer * self.layout.cell_bytes
         return self._bytes[start : start + num_layers * self.layout.cell_bytes]
+
+    def runs(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview]:
+        """The same of several blocks, one after the other; where they touch each other they are one run.
+
+        Raises `IndexError` as `run`.
+        """
+        if not blocks:
+            return []
+        for block in (min(blocks), max(blocks)):
+            self.run(block, first_layer, num_layers)
+        stride, size = self.layout.block_bytes, num_layers * self.layout.cell_bytes
+        offset, pool = first_layer * self.layout.cell_bytes, self._bytes
+        if size < stride:
+            return [pool[(start := block * stride + offset) : start + size] for block in blocks]
+        ends = [index for index in range(1, len(blocks)) if blocks[index] != blocks[index - 1] + 1]
+        pieces = zip((0, *ends), (*ends, len(blocks)), strict=True)
+        return [pool[blocks[first] * stride : (blocks[end - 1] + 1) * stride] for first, end in pieces]
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copies one block, all layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.kv_layout import ORDER, KvLayout
@@ -17,4 +18,8 @@ class KvMemory(Protocol):
 
     def run(self, block: int, first_layer: int, num_layers: int) -> memoryview:
         """The contiguous writable bytes of layers [first_layer, first_layer + num_layers) of one block."""
+        ...
+
+    def runs(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview]:
+        """The same of several blocks, one after the other; where they touch each other they are one run."""
         ...

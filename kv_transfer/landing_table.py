@@ -181,7 +181,7 @@ class LandingTable:
             first = header.first_block - landing.first_block
             blocks = landing.destination[first : first + header.num_blocks]
         if heads == self._all_heads:
-            return [self._memory.run(ref.block, header.first_layer, header.num_layers) for ref in blocks]
+            return self._memory.runs([ref.block for ref in blocks], header.first_layer, header.num_layers)
         layers = range(header.first_layer, header.first_layer + header.num_layers)
         return [run for ref in blocks for layer in layers for run in self._head_runs(ref, layer, heads)]
 

@@ -338,7 +338,7 @@ class LayerPusher:
         if self._gather is not None:
             return [self._gather.gather(blocks, cells)]
         wanted = blocks[cells.first_block : cells.first_block + cells.num_blocks]
-        return [self.memory.run(ref.block, cells.first_layer, cells.num_layers) for ref in wanted]
+        return self.memory.runs([ref.block for ref in wanted], cells.first_layer, cells.num_layers)
 
     def _settle(self, session: PushSession) -> None:
         """Takes off what has ended; then the session may be sealed, or drained after its cancel."""

@@ -57,6 +57,32 @@ def test_kv1_run_outside_the_pool_is_refused(block: int, first_layer: int, num_l
     memory.close()
 
 
+@pytest.mark.parametrize(
+    ("blocks", "num_layers", "expected_runs"),
+    [
+        ([2, 3, 1], 2, 3),
+        ([2, 3, 1], LAYOUT.num_layers, 2),
+        ([0, 1, 2, 3], LAYOUT.num_layers, 1),
+        ([], 1, 0),
+        ([3], 1, 1),
+    ],
+)
+def test_runs_are_the_blocks_bytes_in_order_and_neighbours_are_one(
+    blocks: list[int], num_layers: int, expected_runs: int
+) -> None:
+    memory = KvMemory(LAYOUT, 4)
+    memory.tensor.copy_(torch.arange(memory.tensor.numel()).view(memory.tensor.shape))
+    runs = memory.runs(blocks, 0, num_layers)
+    assert len(runs) == expected_runs
+    assert b"".join(runs) == b"".join(memory.run(block, 0, num_layers) for block in blocks)
+
+
+@pytest.mark.parametrize("blocks", [[0, 4], [-1, 0]])
+def test_kv1_runs_outside_the_pool_are_refused(blocks: list[int]) -> None:
+    with pytest.raises(IndexError):
+        KvMemory(LAYOUT, 4).runs(blocks, 0, 1)
+
+
 def test_poison_turns_one_block_to_nan_and_no_other() -> None:
     for dtype, element_bytes in [("bfloat16", 2), ("float32", 4)]:
         memory = KvMemory(KvLayout(3, 2, 8, dtype, element_bytes, 4), num_blocks=3)
