@@ -20,6 +20,7 @@ import torch
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
+from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
 from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits, EngineRequest
@@ -49,6 +50,7 @@ class ConstantRunner:
     def __init__(self) -> None:
         self.config = CONFIG
         self.backend = "constant"
+        self.verifies_trees = False
         self._logits = torch.zeros(LIMITS.max_sequences, VOCAB_SIZE)
 
     def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:
@@ -79,7 +81,9 @@ def measure(batch_size: int, queue_length: int) -> tuple[float, float, float]:
     for index in range(queue_length):  # the watermark keeps them out
         scheduler.add(_sequence(pool, batch_size + index, PROMPT_TOKENS))
     builder = StepBuilder(LIMITS, BLOCK_TOKENS)
-    executor = ModelExecutor(ConstantRunner(), LIMITS, BLOCK_TOKENS, copy_block=lambda source, destination: None)
+    executor = ModelExecutor(
+        ConstantRunner(), LIMITS, BLOCK_TOKENS, KvMemory(layout_of(CONFIG, "float32", BLOCK_TOKENS), 1)
+    )
     times: list[tuple[float, float, float]] = []
     for _ in range(NUM_STEPS):
         plan, schedule_us = _timed(scheduler.schedule)

@@ -32,7 +32,7 @@ from cluster.sampling_params import SamplingParams
 from cluster.tokenizer import load_tokenizer
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.opening import open_speculator
-from decode_worker.speculation.speculator import OFF, ChainSpeculator
+from decode_worker.speculation.speculator import OFF, DraftingSpeculator
 from drafter_training.conversations import ChatFormat
 from drafter_training.instructions import instructions
 from engine.block_pool import BlockPool
@@ -122,7 +122,7 @@ class Bench:
         )
         self._tokens = options.tokens
         self._built: BuiltRunner = build_runner(self._settings)
-        self.speculators: dict[str, ChainSpeculator | None] = {OFF: None}
+        self.speculators: dict[str, DraftingSpeculator | None] = {OFF: None}
         for drafter in options.drafters:
             chosen = self._settings.model_copy(update={"speculation": drafter})
             self.speculators[drafter] = open_speculator(chosen, self._built)
@@ -137,7 +137,7 @@ class Bench:
             built.runner,
             limits,
             settings.block_tokens,
-            built.memory.copy_block,
+            built.memory,
             tap_layers=() if speculator is None else speculator.tap_layers,
         )
         engine = Engine(executor, pool, limits, speculator=speculator)
@@ -157,7 +157,7 @@ class Bench:
         return Decoded(drafter, answers, clock.num_timed_tokens, clock.cpu_s, clock.wall_s)
 
 
-def figures(runs: dict[str, list[Decoded]], speculators: dict[str, ChainSpeculator | None]) -> list[DrafterFigures]:
+def figures(runs: dict[str, list[Decoded]], speculators: dict[str, DraftingSpeculator | None]) -> list[DrafterFigures]:
     plain = runs[OFF]
     found = []
     for drafter, batches in runs.items():

@@ -5,6 +5,8 @@ Transports move host memory; a worker whose pool is here serves whole requests b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from cluster.errors import EngineFailure, StartupError
@@ -41,6 +43,17 @@ class DeviceKvMemory(KvMemory):
 
     def run(self, block: int, first_layer: int, num_layers: int) -> memoryview:
         raise EngineFailure(f"block {block} lies in GPU memory: transports move host memory only")
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """Copies one block, all layers."""
+        self.tensor[destination].copy_(self.tensor[source])
+
+    def move_tokens(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies tokens' KV, all layers, from slot to slot (block * block_tokens + offset), as if at once."""
+        block_tokens = self.layout.block_tokens
+        source, destination = (torch.tensor(slots, device=self.tensor.device) for slots in (sources, destinations))
+        moved = self.tensor[source // block_tokens, :, :, :, source % block_tokens]
+        self.tensor[destination // block_tokens, :, :, :, destination % block_tokens] = moved
 
     def zero(self) -> None:
         """Fills the pool with zeros."""

@@ -1,6 +1,6 @@
 """What an engine needs of speculative decoding: someone who guesses, and the rule by which guesses are kept.
 
-    scheduler ─ propose ──> drafts behind the last token ─ one step ──> target's tokens ─ accepted_run ──> verified
+    scheduler ─ propose ──> drafts behind the last token ─ one step ──> target's tokens ─ verify_match ──> verified
 
 The engine knows no drafter by name and no cost table: that is the speculator's (`decode_worker.speculation`).
 """
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
+from engine.draft import ROOT, Draft
 from engine.request import EngineRequest
 
 
@@ -31,7 +32,7 @@ class NoDraftReason(enum.Enum):
 
 
 class Speculator(Protocol):
-    """Guesses for all requests of one engine, as chains. Called from the engine thread, but for `check` and `counters`.
+    """Guesses for all requests of one engine. Called from the engine thread, but for `check` and `counters`.
 
     It sees committed tokens only: a preempted or skipped request needs nothing undone.
     """
@@ -47,7 +48,7 @@ class Speculator(Protocol):
 
     def propose(
         self, request: EngineRequest, token_ids: npt.NDArray[np.int32], max_drafts: int, batch_size: int
-    ) -> tuple[int, ...]:
+    ) -> Draft:
         """At most `max_drafts` (1 or more) tokens that may follow `token_ids`, in a step with so many decodes."""
         ...
 
@@ -62,7 +63,9 @@ class Speculator(Protocol):
         """Counts a decode that the scheduler left without drafts."""
         ...
 
-    def verified(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None: ...
+    def verified(self, request_id: RequestId, draft: Draft, num_accepted: int) -> None:
+        """The target said so many of the draft's tokens, one below the other."""
+        ...
 
     def forget(self, request_id: RequestId) -> None:
         """The request has ended; unknown ids change nothing."""
@@ -71,15 +74,36 @@ class Speculator(Protocol):
     def counters(self) -> Mapping[str, float]: ...
 
 
-def accepted_run(drafts: Sequence[int], target_ids: Sequence[int], failed_rows: Collection[int]) -> Sequence[int]:
-    """The drafts that the target says too and its own token after them: what decoding without drafts gives.
+class Accepted(NamedTuple):
+    """`token_ids`: the drafts that the target says too, one below the other, and its own token after them.
 
-    `target_ids` [1 + drafts]: the target's token after the last known token, and after each draft. The run ends before
-    a row in `failed_rows`; it is empty when that is the first one.
+    `rows`: whose tokens these are, of the verified rows: row 0 is the last known token's, row i + 1 draft i's. So the
+    KV of the accepted drafts is that of rows[1:].
     """
-    for row, target_id in enumerate(target_ids):
-        if row in failed_rows:
-            return target_ids[:row]
-        if row == len(drafts) or drafts[row] != target_id:
-            return target_ids[: row + 1]
-    raise ValueError(f"{len(drafts)} drafts need {len(drafts) + 1} target tokens, not {len(target_ids)}")
+
+    token_ids: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def num_accepted(self) -> int:
+        return max(0, len(self.token_ids) - 1)
+
+
+def verify_match(draft: Draft, target_ids: Sequence[int], failed_rows: Collection[int] = ()) -> Accepted:
+    """Walks down the draft along what the target says: what decoding without drafts gives, token for token.
+
+    `target_ids` [1 + drafts]: the target's token after the last known token, and after each draft, each sampled with
+    its own position's noise. The walk ends before a row in `failed_rows`; it is empty when that is the first one.
+    """
+    if len(target_ids) != len(draft) + 1:
+        raise ValueError(f"{len(draft)} drafts need {len(draft) + 1} target tokens, not {len(target_ids)}")
+    edges = zip(draft.parents, draft.token_ids, strict=True)
+    children = {edge: index for index, edge in enumerate(edges)}
+    token_ids: list[int] = []
+    rows: list[int] = []
+    node: int | None = ROOT
+    while node is not None and node + 1 not in failed_rows:
+        token_ids.append(target_ids[node + 1])
+        rows.append(node + 1)
+        node = children.get((node, token_ids[-1]))
+    return Accepted(tuple(token_ids), tuple(rows))

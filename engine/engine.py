@@ -25,7 +25,7 @@ from cluster.errors import ContextLengthExceeded, InvalidRequest, TandemError
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
-from engine.drafting import Speculator, accepted_run
+from engine.drafting import Accepted, Speculator, verify_match
 from engine.executor import StepExecutor, StepResults
 from engine.inbox import Inbox, InboxItems
 from engine.kv_progress import KvProgress
@@ -349,31 +349,43 @@ class Engine:
     def _take_tokens(self, chunk: ScheduledChunk, results: StepResults, first_row: int) -> int:
         """Appends what the chunk's rows say as far as its drafts hold and no rule ends it. Gives how many tokens."""
         sequence = chunk.sequence
-        token_ids: Chunks[int] = (results.token_ids[first_row],)
+        accepted = Accepted((results.token_ids[first_row],), (0,))
         if chunk.num_drafts:
-            token_ids = self._accepted_run(chunk, results, first_row)
-        decision = self._stop_rules(sequence, token_ids, sequence.num_generated)
-        token_ids = tuple(token_ids[: decision.num_kept])
+            accepted = self._verify(sequence, results, first_row)
+        decision = self._stop_rules(sequence, accepted.token_ids, sequence.num_generated)
+        token_ids, rows = accepted.token_ids[: decision.num_kept], accepted.rows[: decision.num_kept]
+        if rows != tuple(range(len(rows))):
+            self._move_kv(sequence, rows)
         if self._speculator is not None and results.taps is not None and decision.finish_reason is None:
-            taps = results.taps[first_row : first_row + len(token_ids)]
+            taps = results.taps[[first_row + row for row in rows]]
             self._speculator.sampled(sequence.request, sequence.num_tokens, token_ids, taps)
         for token_id in token_ids:
             sequence.append(token_id)
         self._book_computed(sequence, sequence.num_tokens - 1)  # KV behind that is of rejected drafts
-        rows = range(first_row, first_row + len(token_ids))
-        logprobs = tuple(results.logprobs[row] for row in rows) if first_row in results.logprobs else ()
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if first_row in results.logprobs:
+            logprobs = tuple(results.logprobs[first_row + row] for row in rows)
         self._give(sequence, token_ids, logprobs, decision)
         return len(token_ids)
 
-    def _accepted_run(self, chunk: ScheduledChunk, results: StepResults, first_row: int) -> Chunks[int]:
-        sequence, num_drafts = chunk.sequence, chunk.num_drafts
-        drafts = sequence.token_ids_ahead(num_drafts)[sequence.num_tokens :].tolist()
+    def _verify(self, sequence: Sequence, results: StepResults, first_row: int) -> Accepted:
+        draft = sequence.draft
         failed_rows = {row - first_row for row in results.failed}
-        run = accepted_run(drafts, results.token_ids[first_row : first_row + 1 + num_drafts], failed_rows)
+        accepted = verify_match(draft, results.token_ids[first_row : first_row + 1 + len(draft)], failed_rows)
         if self._speculator is not None:
-            num_accepted = sum(draft == token_id for draft, token_id in zip(drafts, run, strict=False))
-            self._speculator.verified(sequence.request.request_id, num_drafts, num_accepted)
-        return run
+            self._speculator.verified(sequence.request.request_id, draft, accepted.num_accepted)
+        return accepted
+
+    def _move_kv(self, sequence: Sequence, rows: Chunks[int]) -> None:
+        """The accepted branch of a tree stands between others: its KV moves to where that of a chain is."""
+        first = sequence.num_tokens - 1  # where row 0 is
+        block_tokens = self._pool.block_tokens
+
+        def slot(index: int) -> int:
+            return sequence.blocks[index // block_tokens].block * block_tokens + index % block_tokens
+
+        moves = [(slot(first + row), slot(first + place)) for place, row in enumerate(rows) if row != place]
+        self._executor.move_tokens([source for source, _ in moves], [destination for _, destination in moves])
 
     def _give(
         self,

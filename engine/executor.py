@@ -44,6 +44,10 @@ class StepExecutor(Protocol):
         """Copies one block's KV, all layers."""
         ...
 
+    def move_tokens(self, sources: Chunks[int], destinations: Chunks[int]) -> None:
+        """Copies single tokens' KV, all layers, from slot to slot (block * block_tokens + offset), as if at once."""
+        ...
+
     def forget(self, sequence: Sequence) -> None:
         """Drops what is kept for a sequence that finished or starts over (unknown ones change nothing)."""
         ...

@@ -138,6 +138,15 @@ class KvMemory:
         blocks = self._array.reshape(self.num_blocks, block_bytes)
         blocks[destination] = blocks[source]
 
+    def move_tokens(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies tokens' KV, all layers, from slot to slot (block * block_tokens + offset), as if at once."""
+        layout = self.layout
+        head_bytes = layout.head_dim * layout.element_bytes
+        slots = self._array.reshape(self.num_blocks, -1, layout.block_tokens, head_bytes)
+        from_blocks, from_offsets = np.divmod(np.asarray(sources), layout.block_tokens)
+        to_blocks, to_offsets = np.divmod(np.asarray(destinations), layout.block_tokens)
+        slots[to_blocks, :, to_offsets] = slots[from_blocks, :, from_offsets]
+
     def zero(self) -> None:
         """Fills the pool with zeros; also makes every page resident."""
         self._array.fill(0)

@@ -85,6 +85,9 @@ class MockExecutor:
     def copy_block(self, source: int, destination: int) -> None:
         """There is no KV."""
 
+    def move_tokens(self, sources: Chunks[int], destinations: Chunks[int]) -> None:
+        """There is no KV."""
+
     def forget(self, sequence: Sequence) -> None:
         """Nothing is kept."""
 

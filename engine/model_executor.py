@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Chunks
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
+from engine.draft import ROOT
 from engine.executor import StepResults
 from engine.logprobs import position_logprobs
 from engine.request import EngineLimits, PositionLogprobs
@@ -18,6 +19,14 @@ from engine.step import LayerCallback, ModelRunner
 from engine.step_builder import StepBuilder, num_prompt_targets
 
 
+class KvCopies(Protocol):
+    """What of a KV pool's memory the executor changes by itself, beside the model (`engine.kv_memory.KvMemory`)."""
+
+    def copy_block(self, source: int, destination: int) -> None: ...
+
+    def move_tokens(self, sources: Chunks[int], destinations: Chunks[int]) -> None: ...
+
+
 class ModelExecutor:
     """Implements `StepExecutor`. Owns what sampling remembers of each live sequence."""
 
@@ -26,18 +35,18 @@ class ModelExecutor:
         runner: ModelRunner,
         limits: EngineLimits,
         block_tokens: int,
-        copy_block: Callable[[int, int], None],
+        kv: KvCopies,
         *,
         tap_layers: tuple[int, ...] = (),
     ) -> None:
-        """`copy_block(source, destination)` copies KV in the pool that `runner` was built with.
+        """`kv` is the pool that `runner` was built with.
 
         `tap_layers`: whose hidden states the results bring along.
         """
         self.vocab_size = runner.config.vocab_size
         self.num_layers = runner.config.num_layers
         self._runner = runner
-        self._copy_block = copy_block
+        self._kv = kv
         self._tap_layers = tap_layers
         self._builder = StepBuilder(limits, block_tokens)
         self._sampler_states: dict[Sequence, SamplerState] = {}
@@ -53,10 +62,10 @@ class ModelExecutor:
             sampled_rows, prompt_logprobs = _split_off_prompt(logits, chunks)
             logits, taps = logits[sampled_rows], None if taps is None else taps[sampled_rows]
         rows = [
-            self._sample_row(chunk.sequence, num_ahead)
+            self._sample_row(chunk.sequence, node)
             for chunk in chunks
             if chunk.is_sampled
-            for num_ahead in range(1 + chunk.num_drafts)
+            for node in range(ROOT, chunk.num_drafts)
         ]
         if not rows:
             return StepResults([], prompt_logprobs=prompt_logprobs)
@@ -70,19 +79,25 @@ class ModelExecutor:
         )
 
     def copy_block(self, source: int, destination: int) -> None:
-        self._copy_block(source, destination)
+        self._kv.copy_block(source, destination)
+
+    def move_tokens(self, sources: Chunks[int], destinations: Chunks[int]) -> None:
+        self._kv.move_tokens(sources, destinations)
 
     def forget(self, sequence: Sequence) -> None:
         self._builder.forget(sequence)
         self._sampler_states.pop(sequence, None)
 
-    def _sample_row(self, sequence: Sequence, num_ahead: int) -> SampleRow:
+    def _sample_row(self, sequence: Sequence, node: int) -> SampleRow:
+        """The row of one of the step's drafts, or ROOT: of the last known token."""
         state = self._sampler_states.get(sequence)
         if state is None:
             grammar = sequence.grammar.result(0).begin(sequence.num_prompt_tokens) if sequence.grammar else None
             state = SamplerState(sequence.request.sampling, sequence.num_prompt_tokens, grammar)
             self._sampler_states[sequence] = state
-        return SampleRow(state, sequence.token_ids_ahead(num_ahead), sequence.num_generated + num_ahead, num_ahead)
+        token_ids = sequence.token_ids_to(node)
+        num_ahead = len(token_ids) - sequence.num_tokens
+        return SampleRow(state, token_ids, sequence.num_generated + num_ahead, num_ahead)
 
 
 def _split_off_prompt(

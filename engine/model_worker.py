@@ -42,7 +42,7 @@ def open_model_engine(
         built.runner,
         limits,
         memory.layout.block_tokens,
-        memory.copy_block,
+        memory,
         tap_layers=() if speculator is None else speculator.tap_layers,
     )
     grammars = GrammarCompiler(lambda: load_tokenizer(resolve_model(settings.model)), built.config.vocab_size)

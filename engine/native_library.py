@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)
@@ -97,6 +97,7 @@ class Step(ctypes.Structure):
         ("tap_layers", c_void_p),
         ("taps", c_void_p),
         ("num_tap_layers", c_int32),
+        ("tree_masks", c_void_p),
     )
 
 

@@ -40,6 +40,7 @@ class NativeRunner:
     """
 
     backend = "native"
+    verifies_trees = True
 
     def __init__(
         self,
@@ -161,6 +162,7 @@ class NativeRunner:
             self._tap_layers.ctypes.data,
             self._taps.ctypes.data,
             len(step.tap_layers),
+            None if step.tree_masks is None else _address(step.tree_masks, np.int32),
         )
 
     def _attach_pool(self, memory: KvMemory) -> None:

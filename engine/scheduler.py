@@ -210,16 +210,16 @@ class Scheduler:
             if room <= 0 or budget <= 0:
                 speculator.no_draft(NoDraftReason.END_IS_NEAR if room <= 0 else NoDraftReason.NO_BUDGET)
                 continue
-            drafts = speculator.propose(sequence.request, sequence.token_ids, min(room, budget), num_decodes)
-            if not drafts:
+            draft = speculator.propose(sequence.request, sequence.token_ids, min(room, budget), num_decodes)
+            if not draft:
                 continue
-            drafts = drafts[: self._num_draft_slots(sequence, len(drafts))]
-            if not drafts:
+            draft = draft.first(self._num_draft_slots(sequence, len(draft)))
+            if not draft:
                 speculator.no_draft(NoDraftReason.NO_BLOCKS)
                 continue
-            sequence.put_drafts(drafts)
-            plan.chunks[index] = chunk._replace(num_drafts=len(drafts))
-            budget -= len(drafts)
+            sequence.put_draft(draft)
+            plan.chunks[index] = chunk._replace(num_drafts=len(draft))
+            budget -= len(draft)
 
     def _is_being_computed(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Whether a prompt of this step is at, or on its way to, the first block that the cache does not have yet."""

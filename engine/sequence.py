@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from cluster.identity import BlockRef
 from cluster.sampling_params import NO_LOGPROBS
+from engine.draft import NO_DRAFT, ROOT, Draft
 from engine.prefix_cache import PrefixChain
 from engine.request import EngineRequest, PositionLogprobs
 
@@ -71,6 +72,7 @@ class Sequence:
         self.cached_tokens = 0  # prefix tokens that were found, at the first admission
         self.has_output = False
         self.prompt_logprobs: list[PositionLogprobs] = []
+        self.draft = NO_DRAFT  # of the step that was last verified: a chunk says how much of it counts now
         self.num_preemptions = 0
         self.num_overtaken = 0  # admissions that passed it by while it did not fit
         self.refused_at_available = NEVER_REFUSED  # no use in trying again before more blocks are available
@@ -113,13 +115,20 @@ class Sequence:
         self.num_tokens += 1
         self.last_token_id = token_id
 
-    def put_drafts(self, drafts: tuple[int, ...]) -> None:
+    def put_draft(self, draft: Draft) -> None:
         """Lays guesses behind the last token, for the step that verifies them."""
-        self._tokens[self.num_tokens : self.num_tokens + len(drafts)] = drafts
+        self.draft = draft
+        self._tokens[self.num_tokens : self.num_tokens + len(draft)] = draft.token_ids
 
     def token_ids_ahead(self, num_drafts: int) -> npt.NDArray[np.int32]:
-        """Prompt, output and the first `num_drafts` of this step's drafts."""
+        """Prompt, output and the first `num_drafts` of this step's drafts, in their order."""
         return self._tokens[: self.num_tokens + num_drafts]
+
+    def token_ids_to(self, node: int) -> npt.NDArray[np.int32]:
+        """Prompt, output and what leads to one of this step's drafts, itself included; ROOT leads nowhere."""
+        if node == ROOT or self.draft.is_chain:
+            return self.token_ids_ahead(node + 1)
+        return np.append(self.token_ids, np.array(self.draft.path(node), np.int32))
 
     def restart(self) -> list[BlockRef]:
         """Back to the state before any KV, tokens kept. Gives the blocks, which are the caller's to release."""

@@ -37,6 +37,9 @@ class StepInput:
     `logit_rows` [R]: rows of the flattened batch whose logits are wanted, ascending.
     `tap_layers`: layers after which the hidden states of those rows are wanted, ascending; none cost nothing.
     `inputs` [T, hidden] float32, or None: what the first layer reads instead of the token ids' embeddings.
+    `tree_masks` [T] or None (no sequence verifies a tree): 0 for a row that sees every token before it; else bit j says
+        that it sees the j-th row of its sequence in this step, beside all tokens before those. The rows of a tree lie
+        in the pool one after the other, siblings too, while `positions` are those of each one's own branch.
     """
 
     token_ids: Int32Array
@@ -48,6 +51,7 @@ class StepInput:
     logit_rows: Int32Array
     tap_layers: tuple[int, ...] = ()
     inputs: npt.NDArray[np.float32] | None = None
+    tree_masks: Int32Array | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +79,7 @@ class ModelRunner(Protocol):
 
     config: ModelConfig
     backend: str  # "torch" | "native" | ...
+    verifies_trees: bool  # whether a step may have tree masks
 
     def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:
         """Runs the step; calls `layer_done(i)` once layer i's KV is visible in the pool to any reader on this host."""

@@ -50,6 +50,7 @@ class StepBuilder:
         slots[:] = self._tables[rows if num_tokens == num_sequences else np.repeat(rows, counts), block_index]
         slots *= self._block_tokens
         slots += positions - block_index * self._block_tokens
+        tree_masks = self._lay_trees(chunks, positions, query_starts)  # a tree's slots are those of a chain
         return StepInput(
             token_ids=self._fill_token_ids(chunks, num_tokens, query_starts),
             positions=positions,
@@ -58,6 +59,7 @@ class StepBuilder:
             context_lens=context_lens,
             block_tables=self._block_tables(rows, context_lens),
             logit_rows=self._logit_rows(chunks, query_starts),
+            tree_masks=tree_masks,
         )
 
     def forget(self, sequence: Sequence) -> None:
@@ -87,6 +89,23 @@ class StepBuilder:
         else:
             np.add(self._ascending[:num_tokens], np.repeat(firsts - query_starts[:-1], counts), out=positions)
         return positions
+
+    @staticmethod
+    def _lay_trees(
+        chunks: Chunks[ScheduledChunk], positions: Int32Array, query_starts: Int32Array
+    ) -> Int32Array | None:
+        """The masks of the step's trees, whose rows' positions it sets to those on their branch; None: all chains."""
+        masks: Int32Array | None = None
+        for end, chunk in zip(query_starts[1:].tolist(), chunks, strict=True):
+            if not chunk.num_drafts or chunk.sequence.draft.is_chain:
+                continue
+            draft = chunk.sequence.draft
+            if masks is None:
+                masks = np.zeros(len(positions), np.int32)
+            root = end - 1 - len(draft)
+            masks[root:end] = draft.tree_masks()
+            positions[root + 1 : end] = positions[root] + np.array(draft.depths(), np.int32)
+        return masks
 
     def _fill_token_ids(self, chunks: Chunks[ScheduledChunk], num_tokens: int, query_starts: Int32Array) -> Int32Array:
         token_ids = self._token_ids[:num_tokens]

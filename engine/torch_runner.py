@@ -49,6 +49,7 @@ class TorchRunner:
         """
         self.config: ModelConfig = weights.config
         self.backend = backend
+        self.verifies_trees = operations.masks_trees
         layout = memory.layout
         mine = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
         if (layout.num_layers, layout.num_kv_heads, layout.head_dim) != mine:

@@ -1,63 +1,15 @@
-"""What a drafter gives: a chain or a tree of guessed tokens; and what every drafter is."""
+"""What every drafter is. What it gives, a chain or a tree of guessed tokens, is `engine.draft.Draft`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.identity import RequestId
-
-ROOT = -1
-MAX_TREE_NODES = 31  # a row's ancestors fit into the bits of one int32
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Guessed tokens after the last known one.
-
-    `parents[i]` is the index of token i's parent among the drafts, ROOT for a child of the last known token; parents
-    stand before their children. A chain is the tree in which each token's parent is the one before it.
-    """
-
-    token_ids: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-
-    @classmethod
-    def chain(cls, token_ids: Sequence[int]) -> Draft:
-        return cls(tuple(token_ids), tuple(range(ROOT, len(token_ids) - 1)))
-
-    def __post_init__(self) -> None:
-        if len(self.token_ids) != len(self.parents):
-            raise ValueError(f"{len(self.token_ids)} drafts have {len(self.parents)} parents")
-        if any(not ROOT <= parent < index for index, parent in enumerate(self.parents)):
-            raise ValueError(f"a draft's parent must stand before it: {self.parents}")
-        if len(set(zip(self.parents, self.token_ids, strict=True))) < len(self.token_ids):
-            raise ValueError("two drafts of one parent are the same token")
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def is_chain(self) -> bool:
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
-
-    def depths(self) -> tuple[int, ...]:
-        """Distance of each draft from the last known token: its position is that token's position plus this."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return tuple(depths)
-
-    def tree_masks(self) -> tuple[int, ...]:
-        """For the row of the last known token and of each draft: bit j says that it sees the j-th of those rows."""
-        masks = [1]
-        for index, parent in enumerate(self.parents):
-            masks.append(masks[parent + 1] | 1 << (index + 1))
-        return tuple(masks)
+from engine.draft import Draft
 
 
 class Drafter(Protocol):

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.identity import RequestId
-from decode_worker.speculation.draft import Draft
 from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, EagleLayer, Rows
 from decode_worker.speculation.small_products import FloatArray
+from engine.draft import Draft
 
 # Tokens that the layer sees: about the longest answer that it was trained on.
 WINDOW_BLOCKS = 16

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from cluster.identity import RequestId
-from decode_worker.speculation.draft import Draft
 from decode_worker.speculation.drafter_file import DrafterFile
 from decode_worker.speculation.small_products import FloatArray, make_product, unit_rms
+from engine.draft import Draft
 from engine.model_config import ModelConfig
 
 # A chain ends where the guess and all before it would hold less often than this.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.identity import RequestId
-from decode_worker.speculation.draft import Draft
+from engine.draft import Draft
 
 MAX_NGRAM = 4
 MIN_NGRAM = 2

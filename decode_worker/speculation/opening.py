@@ -8,7 +8,7 @@ from cluster.errors import StartupError
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.draft import Drafter
 from decode_worker.speculation.ngram import NgramDrafter
-from decode_worker.speculation.speculator import OFF, ChainSpeculator
+from decode_worker.speculation.speculator import OFF, DraftingSpeculator
 from decode_worker.speculation.step_costs import measure_step_costs
 from decode_worker.speculation.suffix import SuffixDrafter
 from decode_worker.speculation.trained import measure_guess_ms, open_trained
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 AUTO_DRAFTER = "suffix"
 
 
-def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> ChainSpeculator | None:
+def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> DraftingSpeculator | None:
     """None when speculation is off. Measures steps on the runner; raises `StartupError` for drafters not there."""
     if settings.speculation == OFF:
         return None
@@ -39,4 +39,6 @@ def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> ChainSpecul
     costs = measure_step_costs(built.runner, built.memory.num_blocks, settings.block_tokens)
     measured = {"rows": costs.rows, "step_ms": costs.step_ms, "guess_ms": draft_ms}
     logger.info("step costs measured", extra=measured)
-    return ChainSpeculator(drafters, default, settings.num_drafts, costs, draft_ms)
+    return DraftingSpeculator(
+        drafters, default, settings.num_drafts, costs, draft_ms, verifies_trees=built.runner.verifies_trees
+    )

@@ -16,6 +16,7 @@ from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from decode_worker.speculation.draft import Drafter, ReadsHiddenStates
 from decode_worker.speculation.gate import GateState, StepCosts, after_step, num_drafts_now
+from engine.draft import NO_DRAFT, Draft
 from engine.drafting import NoDraftReason
 from engine.request import EngineRequest
 
@@ -33,7 +34,7 @@ class _Record:
     gate: GateState = field(default_factory=GateState)
 
 
-class ChainSpeculator:
+class DraftingSpeculator:
     """Implements `engine.drafting.Speculator`."""
 
     def __init__(
@@ -43,6 +44,8 @@ class ChainSpeculator:
         max_drafts: int,
         costs: StepCosts | None,
         draft_ms: Mapping[str, float] | None = None,
+        *,
+        verifies_trees: bool = True,
     ) -> None:
         """Requests that name no drafter get `default_drafter`. Without `costs` there is no gate: always guess.
 
@@ -60,10 +63,12 @@ class ChainSpeculator:
             for name, drafter in drafters.items()
             if isinstance(drafter, ReadsHiddenStates)
         }
+        self._verifies_trees = verifies_trees
         self._default = self._drafters[default_drafter]
         self._max_drafts = max_drafts
         self._records: dict[RequestId, _Record] = {}
         self._num_verified_steps = 0
+        self._num_proposed = 0
         self._num_proposed_at = [0] * max_drafts
         self._num_accepted_at = [0] * max_drafts
         self._num_without = dict.fromkeys(NoDraftReason, 0)
@@ -79,25 +84,25 @@ class ChainSpeculator:
 
     def propose(
         self, request: EngineRequest, token_ids: npt.NDArray[np.int32], max_drafts: int, batch_size: int
-    ) -> tuple[int, ...]:
+    ) -> Draft:
         params = request.sampling
         if params.speculation == OFF:
             self.no_draft(NoDraftReason.OFF)
-            return ()
+            return NO_DRAFT
         num_drafts = min(max_drafts, self._max_drafts, params.num_drafts or self._max_drafts)
         record = self._record(request)
         if record.costs is not None:
             num_drafts, record.gate = num_drafts_now(record.gate, batch_size, record.costs, num_drafts)
         if num_drafts == 0:
             self.no_draft(NoDraftReason.DOES_NOT_PAY)
-            return ()
+            return NO_DRAFT
         self._catch_up(record, request.request_id, token_ids)
         draft = record.drafter.propose(request.request_id, num_drafts)
-        if not draft.is_chain:
-            raise ValueError(f"drafter {record.drafter.name} gave a tree: the engine verifies chains")
-        if not len(draft):
+        if not self._verifies_trees:
+            draft = draft.first_chain()
+        if not draft:
             self.no_draft(NoDraftReason.NO_MATCH)
-        return draft.token_ids
+        return draft
 
     def sampled(
         self, request: EngineRequest, position: int, token_ids: Sequence[int], taps: npt.NDArray[np.float32]
@@ -111,14 +116,16 @@ class ChainSpeculator:
     def no_draft(self, reason: NoDraftReason) -> None:
         self._num_without[reason] += 1
 
-    def verified(self, request_id: RequestId, num_proposed: int, num_accepted: int) -> None:
+    def verified(self, request_id: RequestId, draft: Draft, num_accepted: int) -> None:
+        num_levels = draft.num_levels
         self._num_verified_steps += 1
-        for index in range(num_proposed):
+        self._num_proposed += len(draft)
+        for index in range(num_levels):
             self._num_proposed_at[index] += 1
         for index in range(num_accepted):
             self._num_accepted_at[index] += 1
         record = self._records[request_id]
-        record.gate = after_step(record.gate, num_proposed, num_accepted)
+        record.gate = after_step(record.gate, num_levels, num_accepted)
 
     def forget(self, request_id: RequestId) -> None:
         record = self._records.pop(request_id, None)
@@ -129,7 +136,7 @@ class ChainSpeculator:
         """Sums since the start. `accepted_at_i` over `proposed_at_i` is the acceptance of the i-th draft of a chain."""
         counters: dict[str, float] = {
             "speculation_steps": self._num_verified_steps,
-            "speculation_drafts_proposed": sum(self._num_proposed_at),
+            "speculation_drafts_proposed": self._num_proposed,
             "speculation_drafts_accepted": sum(self._num_accepted_at),
         }
         for index in range(self._max_drafts):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.identity import RequestId
-from decode_worker.speculation.draft import Draft
+from engine.draft import Draft
 
 INITIAL = 0
 NO_STATE = -1

@@ -11,46 +11,13 @@ Stop rules come after this: they are applied token by token to the accepted run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from decode_worker.speculation.draft import ROOT, Draft
+from engine.drafting import Accepted
 
 Float64Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """`token_ids`: the accepted drafts and the one token of the target that follows them, never empty.
-
-    `rows`: the verification rows whose KV belongs to the accepted drafts, in order; row 0 is the last known token.
-    """
-
-    token_ids: tuple[int, ...]
-    rows: tuple[int, ...]
-
-    @property
-    def num_accepted(self) -> int:
-        return len(self.token_ids) - 1
-
-
-def verify_match(draft: Draft, target_ids: Sequence[int]) -> Verified:
-    """Walks down the tree along what the target said.
-
-    `target_ids` [1 + len(draft)]: the target's token after the last known token (row 0) and after each draft.
-    """
-    if len(target_ids) != len(draft) + 1:
-        raise ValueError(f"{len(draft)} drafts need {len(draft) + 1} target tokens, not {len(target_ids)}")
-    edges = zip(draft.parents, draft.token_ids, strict=True)
-    children = {edge: index for index, edge in enumerate(edges)}
-    node, tokens, rows = ROOT, [target_ids[0]], [0]
-    while (child := children.get((node, tokens[-1]))) is not None:
-        node = child
-        rows.append(node + 1)
-        tokens.append(target_ids[node + 1])
-    return Verified(tuple(tokens), tuple(rows))
 
 
 def verify_rejection(
@@ -58,7 +25,7 @@ def verify_rejection(
     draft_probabilities: Float64Array,
     target_probabilities: Float64Array,
     uniforms: Float64Array,
-) -> Verified:
+) -> Accepted:
     """Accepts a prefix of a sampled chain so that every token has the target's law.
 
     Shapes: draft_probabilities `[k, V]` (what each draft was drawn from, the very numbers), target_probabilities
@@ -74,9 +41,9 @@ def verify_rejection(
             tokens.append(token)
             continue
         tokens.append(_draw(residual(p, q), float(uniforms[index, 1])))
-        return Verified(tuple(tokens), tuple(range(len(tokens))))
+        return Accepted(tuple(tokens), tuple(range(len(tokens))))
     tokens.append(_draw(target_probabilities[len(draft_ids)], float(uniforms[len(draft_ids), 1])))
-    return Verified(tuple(tokens), tuple(range(len(tokens))))
+    return Accepted(tuple(tokens), tuple(range(len(tokens))))
 
 
 def residual(p: Float64Array, q: Float64Array) -> Float64Array:

@@ -208,7 +208,11 @@ class _Planner:
         rows = self._query_starts[members][:, None] + offsets
         query_positions = torch.from_numpy(self._step.positions.astype(np.int64)[rows]).unsqueeze(-1)  # [G, Q, 1]
         key_positions = torch.from_numpy(positions).unsqueeze(1)  # [G, 1, K]
-        is_hidden = key_positions > query_positions
+        if self._step.tree_masks is None:
+            is_hidden = key_positions > query_positions
+        else:
+            roots = self._context_lens[members] - self._query_lens[members]
+            is_hidden = torch.from_numpy(_hidden_in_trees(self._step.tree_masks[rows], roots, offsets, positions))
         if self._shape.sliding_window:
             is_hidden |= key_positions <= query_positions - self._shape.sliding_window
         masked = torch.finfo(self._pool.dtype).min / 2
@@ -223,3 +227,19 @@ class _Planner:
 
     def _index(self, values: IndexArray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._pool.device)
+
+
+def _hidden_in_trees(
+    masks: npt.NDArray[np.int32], roots: IndexArray, offsets: IndexArray, key_indices: IndexArray
+) -> npt.NDArray[np.bool_]:
+    """Which keys `[G, Q, K]` a row does not see, where some rows verify trees.
+
+    `masks` [G, Q], `roots` [G] (where a sequence's first row of the step lies), `offsets` [G, Q] of the rows behind it,
+    `key_indices` [G, K] where the keys lie.
+    """
+    ahead = (key_indices - roots[:, None])[:, None, :]
+    is_later = ahead > offsets[:, :, None]
+    bits = masks[:, :, None] >> np.clip(ahead, 0, 31)
+    is_on_other_branch = (masks[:, :, None] != 0) & (ahead >= 0) & (bits & 1 == 0)
+    hidden: npt.NDArray[np.bool_] = is_later | is_on_other_branch
+    return hidden

@@ -79,6 +79,8 @@ void Decoder::check_step(const TandemStep& step) const {
     for (int b = 0; b < step.num_sequences; ++b) {
         const int queries = step.query_starts[b + 1] - step.query_starts[b], context = step.context_lens[b];
         need(queries >= 0 && context >= queries, "a context is shorter than its new tokens");
+        if (step.tree_masks && queries > 0 && step.tree_masks[step.query_starts[b]] != 0)
+            need(queries <= 31, "a tree has more than 31 rows");
         const int blocks = (context + pool_.block_tokens - 1) / pool_.block_tokens;
         need(blocks <= step.table_width, "a context is longer than its block table");
         const int32_t* table = step.block_tables + (size_t)b * step.table_width;
@@ -249,6 +251,10 @@ void Decoder::add_attention_tasks(const TandemStep& step, const KvLayer& kv, int
             task.num_queries = std::min(most_queries, queries - offset);
             task.first_position = step.context_lens[sequence] - queries + offset;
             task.window = spec_.sliding_window;
+            const bool is_tree = step.tree_masks && queries > 1 && step.tree_masks[start] != 0;
+            task.tree_masks = is_tree ? step.tree_masks + start : nullptr;
+            task.tree_positions = is_tree ? step.positions + start : nullptr;
+            task.first_row = offset;
             task.scale = spec_.attention_scale;
             task.q = work_.qkv.data() + row * stride + column;
             task.q_stride = stride;

@@ -42,6 +42,12 @@ struct AttentionTask {
     int num_queries;     // query tokens of this task
     int first_position;  // of the first query token
     int window;          // 0: every earlier key is seen
+    // Of a sequence that verifies a tree, else null: for each of its rows in this step, bit j says that it sees the j-th
+    // of them, and where it stands on its branch. `first_row` is the task's first, so row 0's key is at
+    // first_position - first_row.
+    const int32_t* tree_masks;
+    const int32_t* tree_positions;
+    int first_row;
     float scale;
     const float* q;  // first query token, first query head of the first KV head; heads are head_dim apart
     size_t q_stride;

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 5
+#define TANDEM_ABI_VERSION 6
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -84,6 +84,7 @@ typedef struct {
     const int32_t* tap_layers;   /* [num_tap_layers], ascending */
     float* taps;                 /* [R, num_tap_layers, hidden_size] */
     int32_t num_tap_layers;
+    const int32_t* tree_masks;   /* [T], or NULL: bit j of a row that is not 0: sees its sequence's j-th row of the step */
 } TandemStep;
 
 /* Called on the stepping thread when a layer's KV of this step is in the pool. */

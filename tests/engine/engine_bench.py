@@ -75,7 +75,7 @@ class EngineBench:
             self.runner.gate = threading.Semaphore(0)
         self.pool = BlockPool(num_blocks, block_tokens, CONFIG.fingerprint, on_block_freed=self.runner.poison)
         self.limits = EngineLimits(**{"max_model_len": 256, "max_sequences": 16, "max_batch_tokens": 64, **limits})
-        executor = ModelExecutor(self.runner, self.limits, block_tokens, self.runner.copy_block)
+        executor = ModelExecutor(self.runner, self.limits, block_tokens, self.runner)
         self.engine = Engine(
             executor, self.pool, self.limits, policy=policy, speculator=speculator, grammars=grammars, clock=clock
         )

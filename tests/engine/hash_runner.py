@@ -48,6 +48,7 @@ class HashRunner:
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.config = CONFIG
         self.backend = "hash"
+        self.verifies_trees = True
         self.block_tokens = block_tokens
         self.kv = np.full(num_blocks * block_tokens, POISON, dtype=np.uint64)
         self.batch_sizes: list[int] = []
@@ -63,6 +64,9 @@ class HashRunner:
     def copy_block(self, source: int, destination: int) -> None:
         size = self.block_tokens
         self.kv[destination * size : (destination + 1) * size] = self.kv[source * size : (source + 1) * size]
+
+    def move_tokens(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        self.kv[list(destinations)] = self.kv[list(sources)]
 
     def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:
         if self.gate is not None:
@@ -81,10 +85,16 @@ class HashRunner:
         logits = np.zeros((len(step.logit_rows), VOCAB), dtype=np.float32)
         for index, row in enumerate(step.logit_rows.tolist()):
             sequence = int(np.searchsorted(step.query_starts, row, side="right")) - 1
-            length = int(step.positions[row]) + 1
-            assert length <= step.context_lens[sequence]
+            start, end = step.query_starts[sequence : sequence + 2].tolist()
+            root = int(step.context_lens[sequence]) - (end - start)  # where the first row of the step lies
+            length = root + row - start + 1
             blocks = step.block_tables[sequence, : -(-length // self.block_tokens)].astype(np.int64)
             slots = (blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)[:length]
+            mask = 0 if step.tree_masks is None else int(step.tree_masks[row])
+            if mask:
+                branch = [root + bit for bit in range(row - start + 1) if mask >> bit & 1]
+                slots = np.concatenate([slots[:root], slots[branch]])
+            assert len(slots) == step.positions[row] + 1
             logits[index] = logits_of_context(self.kv[slots])
             if self.nan_after_token is not None and step.token_ids[row] == self.nan_after_token:
                 logits[index, 0] = np.nan

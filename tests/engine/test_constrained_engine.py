@@ -12,7 +12,7 @@ import pytest
 from cluster.errors import InvalidRequest
 from cluster.sampling_params import SamplingParams
 from decode_worker.speculation.ngram import NgramDrafter
-from decode_worker.speculation.speculator import ChainSpeculator
+from decode_worker.speculation.speculator import DraftingSpeculator
 from engine.grammar_compiler import GrammarCompiler
 from engine.request import FinishReason
 from tests.engine.engine_bench import EngineBench
@@ -115,7 +115,7 @@ def test_s_b61_a_moved_request_goes_on_where_it_stood(
 def test_drafts_are_verified_under_the_constraint(
     grammars: GrammarCompiler, plain: list[list[int]], drafter: NgramDrafter
 ) -> None:
-    guessing = ChainSpeculator({"ngram": drafter}, "ngram", 4, None)
+    guessing = DraftingSpeculator({"ngram": drafter}, "ngram", 4, None)
     with EngineBench(grammars=grammars, speculator=guessing) as bench:
         assert bench.run(PROMPTS, sampling()) == plain
     assert guessing.counters()["speculation_drafts_proposed"] > 0

@@ -47,7 +47,7 @@ def test_greedy_tokens_equal_transformers(
     built = build_runner(settings)
     pool = BlockPool(built.memory.num_blocks, settings.block_tokens, built.config.fingerprint)
     engine_limits = EngineLimits(**{"max_model_len": built.max_model_len, **limits})
-    executor = ModelExecutor(built.runner, engine_limits, settings.block_tokens, built.memory.copy_block)
+    executor = ModelExecutor(built.runner, engine_limits, settings.block_tokens, built.memory)
     engine = Engine(executor, pool, engine_limits)
     sink = Collector(deadline_s=10 * DEADLINE_S)
     engine.start(sink)

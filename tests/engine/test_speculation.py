@@ -13,13 +13,14 @@ import pytest
 from cluster.errors import InvalidRequest
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
-from decode_worker.speculation.draft import Draft, Drafter
+from decode_worker.speculation.draft import Drafter
 from decode_worker.speculation.gate import StepCosts
 from decode_worker.speculation.ngram import NgramDrafter
-from decode_worker.speculation.speculator import ChainSpeculator
+from decode_worker.speculation.speculator import DraftingSpeculator
 from decode_worker.speculation.step_costs import measure_step_costs
 from decode_worker.speculation.suffix import SuffixDrafter
-from engine.drafting import NoDraftReason, accepted_run
+from engine.draft import ROOT, Draft
+from engine.drafting import NoDraftReason, verify_match
 from engine.request import FinishReason, LandedPrompt
 from tests.engine.engine_bench import EngineBench
 from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, fingerprints
@@ -72,13 +73,44 @@ class OracleDrafter:
         self._known.pop(request_id, None)
 
 
-def speculator(drafter: Drafter, costs: StepCosts | None = None, num_drafts: int = NUM_DRAFTS) -> ChainSpeculator:
-    return ChainSpeculator({drafter.name: drafter}, drafter.name, num_drafts, costs)
+class TreeDrafter(OracleDrafter):
+    """Trees whose right branch, when there is one, is anywhere: each node has wrong siblings before or after it."""
+
+    name = "tree"
+
+    def __init__(self, answers: dict[str, list[int]], randomness: random.Random) -> None:
+        super().__init__(answers)
+        self._randomness = randomness
+
+    def propose(self, request_id: RequestId, num_drafts: int) -> Draft:
+        right = super().propose(request_id, num_drafts).token_ids
+        token_ids: list[int] = []
+        parents: list[int] = []
+        on_branch = [ROOT]  # the rows of what is right so far
+        while len(token_ids) < num_drafts:
+            parent = (
+                on_branch[-1] if self._randomness.random() < 0.6 else self._randomness.randint(ROOT, len(parents) - 1)
+            )
+            depth = len(on_branch) - 1
+            token_id = self._randomness.randrange(VOCAB)
+            if parent == on_branch[-1] and self._randomness.random() < 0.7:
+                token_id = right[depth]
+            if (parent, token_id) in zip(parents, token_ids, strict=True):
+                continue
+            if parent == on_branch[-1] and token_id == right[depth]:
+                on_branch.append(len(token_ids))
+            token_ids.append(token_id)
+            parents.append(parent)
+        return Draft(tuple(token_ids), tuple(parents))
+
+
+def speculator(drafter: Drafter, costs: StepCosts | None = None, num_drafts: int = NUM_DRAFTS) -> DraftingSpeculator:
+    return DraftingSpeculator({drafter.name: drafter}, drafter.name, num_drafts, costs)
 
 
 def oracle(
     prompts: Sequence[list[int]], sampling: Sequence[SamplingParams], is_wrong_at: Any = lambda position: False
-) -> ChainSpeculator:
+) -> DraftingSpeculator:
     pairs = zip(prompts, sampling, strict=True)
     answers = {f"r{index}": [*tokens, *expected_tokens(tokens, params)] for index, (tokens, params) in enumerate(pairs)}
     return speculator(OracleDrafter(answers, is_wrong_at))
@@ -91,7 +123,7 @@ def cases(num: int, max_tokens: int = 24) -> tuple[list[list[int]], list[Samplin
     return prompts, [SamplingParams(max_tokens=max_tokens, **KINDS[index % len(KINDS)]) for index in range(num)]
 
 
-def drafter_named(name: str, prompts: list[list[int]], sampling: list[SamplingParams]) -> ChainSpeculator | None:
+def drafter_named(name: str, prompts: list[list[int]], sampling: list[SamplingParams]) -> DraftingSpeculator | None:
     randomness = random.Random(5)
     if name == "off":
         return None
@@ -99,6 +131,10 @@ def drafter_named(name: str, prompts: list[list[int]], sampling: list[SamplingPa
         return speculator(NgramDrafter(min_ngram=1))
     if name == "suffix":
         return speculator(SuffixDrafter(min_match=1))
+    if name == "trees":
+        pairs = zip(prompts, sampling, strict=True)
+        answers = {f"r{index}": [*tokens, *expected_tokens(tokens, each)] for index, (tokens, each) in enumerate(pairs)}
+        return speculator(TreeDrafter(answers, randomness), num_drafts=15)
     if name == "always right":
         return oracle(prompts, sampling)
     if name == "junk":
@@ -106,7 +142,7 @@ def drafter_named(name: str, prompts: list[list[int]], sampling: list[SamplingPa
     return oracle(prompts, sampling, lambda position: randomness.random() < 0.3)
 
 
-@pytest.mark.parametrize("name", ["off", "ngram", "suffix", "always right", "junk", "sometimes right"])
+@pytest.mark.parametrize("name", ["off", "ngram", "suffix", "always right", "junk", "sometimes right", "trees"])
 @pytest.mark.parametrize("max_sequences", [1, 8])
 @pytest.mark.parametrize("chunk", [1, 16, 17])
 def test_tokens_do_not_depend_on_the_drafter(name: str, max_sequences: int, chunk: int) -> None:
@@ -123,7 +159,7 @@ def test_tokens_do_not_depend_on_the_drafter(name: str, max_sequences: int, chun
     assert (counters["speculation_drafts_accepted"] > 0) == (name not in ("junk",))
 
 
-@pytest.mark.parametrize("name", ["suffix", "always right", "junk", "sometimes right"])
+@pytest.mark.parametrize("name", ["suffix", "always right", "junk", "sometimes right", "trees"])
 @pytest.mark.parametrize(("num_blocks", "block_tokens", "max_batch_tokens"), [(10, 4, 16), (12, 3, 9), (45, 1, 64)])
 def test_s23_a_preempted_request_has_no_drafts(
     name: str, num_blocks: int, block_tokens: int, max_batch_tokens: int
@@ -239,11 +275,11 @@ def test_s15_and_s16_logprobs_are_those_without_drafts() -> None:
     prompts, sampling = cases(8)
     sampling = [replace(params, logprobs=index % 4) for index, params in enumerate(sampling)]
     given = []
-    for drafter in (None, drafter_named("sometimes right", prompts, sampling)):
+    for drafter in (None, *(drafter_named(name, prompts, sampling) for name in ("sometimes right", "trees"))):
         with EngineBench(num_blocks=256, long_prefill_token_threshold=16, speculator=drafter) as bench:
             bench.run(prompts, sampling)
             given.append([[each for output in bench.sink.of(f"r{n}") for each in output.logprobs] for n in range(8)])
-    assert given[0] == given[1]
+    assert given[0] == given[1] == given[2]
     assert all(len(row) > 0 for row in given[0])
 
 
@@ -252,7 +288,7 @@ def test_s2_s35_rejected_drafts_do_not_count_for_penalties() -> None:
     sampling = [
         SamplingParams(max_tokens=32, frequency_penalty=1.9, presence_penalty=1.0, seed=index) for index in range(6)
     ]
-    for name in ("junk", "sometimes right", "always right"):
+    for name in ("junk", "sometimes right", "always right", "trees"):
         with EngineBench(num_blocks=128, speculator=drafter_named(name, prompts, sampling)) as bench:
             expected = [expected_tokens(*pair) for pair in zip(prompts, sampling, strict=True)]
             assert bench.run(prompts, sampling) == expected
@@ -291,7 +327,7 @@ def test_s33_a_landed_prompt_is_guessed_for_and_a_held_one_is_not() -> None:
 
 
 def test_a_request_may_turn_it_off_or_name_a_drafter_that_is_here() -> None:
-    drafter = ChainSpeculator({"ngram": NgramDrafter(), "suffix": SuffixDrafter()}, "suffix", NUM_DRAFTS, None)
+    drafter = DraftingSpeculator({"ngram": NgramDrafter(), "suffix": SuffixDrafter()}, "suffix", NUM_DRAFTS, None)
     with EngineBench(speculator=drafter) as bench:
         off = SamplingParams(max_tokens=8, speculation="off", **GREEDY)
         bench.run([prompt(5)], [off])
@@ -347,7 +383,8 @@ def test_counters_add_up() -> None:
     ],
 )
 def test_an_accepted_run(drafts: list[int], target: list[int], failed: set[int], run: list[int]) -> None:
-    assert accepted_run(drafts, target, failed) == run
+    accepted = verify_match(Draft.chain(drafts), target, failed)
+    assert (list(accepted.token_ids), accepted.rows) == (run, tuple(range(len(run))))
 
 
 def test_step_costs_are_measured_on_the_runner() -> None:

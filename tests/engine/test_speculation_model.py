@@ -10,12 +10,13 @@ import pytest
 from cluster.errors import StartupError
 from cluster.sampling_params import SamplingParams
 from cluster.worker_settings import WorkerSettings
-from decode_worker.speculation.draft import Draft, Drafter
+from decode_worker.speculation.draft import Drafter
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.opening import open_speculator
-from decode_worker.speculation.speculator import ChainSpeculator
+from decode_worker.speculation.speculator import DraftingSpeculator
 from decode_worker.speculation.suffix import SuffixDrafter
 from engine.block_pool import BlockPool
+from engine.draft import Draft
 from engine.drafting import Speculator
 from engine.engine import Engine
 from engine.model_executor import ModelExecutor
@@ -56,7 +57,7 @@ def built(settings: WorkerSettings) -> BuiltRunner:
 def tokens_with(built: BuiltRunner, settings: WorkerSettings, speculator: Speculator | None) -> list[list[int]]:
     pool = BlockPool(built.memory.num_blocks, settings.block_tokens, built.config.fingerprint)
     limits = EngineLimits(max_model_len=built.max_model_len, max_sequences=8, max_batch_tokens=64)
-    executor = ModelExecutor(built.runner, limits, settings.block_tokens, built.memory.copy_block)
+    executor = ModelExecutor(built.runner, limits, settings.block_tokens, built.memory)
     engine = Engine(executor, pool, limits, speculator=speculator)
     sink = Collector(deadline_s=10 * DEADLINE_S)
     engine.start(sink)
@@ -75,11 +76,11 @@ def tokens_with(built: BuiltRunner, settings: WorkerSettings, speculator: Specul
 
 def test_s10_tokens_in_float32_are_those_without_drafts(built: BuiltRunner, settings: WorkerSettings) -> None:
     plain = tokens_with(built, settings, None)
-    junk = ChainSpeculator({"junk": JunkDrafter()}, "junk", 4, None)
+    junk = DraftingSpeculator({"junk": JunkDrafter()}, "junk", 4, None)
     assert tokens_with(built, settings, junk) == plain
     drafters: tuple[Drafter, ...] = (NgramDrafter(), SuffixDrafter())
     for drafter in drafters:
-        speculator = ChainSpeculator({drafter.name: drafter}, drafter.name, 4, None)
+        speculator = DraftingSpeculator({drafter.name: drafter}, drafter.name, 4, None)
         assert tokens_with(built, settings, speculator) == plain
         assert speculator.counters()["speculation_drafts_accepted"] > 0
     # Whether the gate lets anything through depends on this machine's step costs; the tokens do not.

@@ -14,7 +14,7 @@ from decode_worker.speculation.draft import Drafter
 from decode_worker.speculation.eagle import BLOCKS_PER_CONTEXT, EagleDrafter
 from decode_worker.speculation.eagle_layer import EagleLayer
 from decode_worker.speculation.medusa import MedusaDrafter
-from decode_worker.speculation.speculator import ChainSpeculator
+from decode_worker.speculation.speculator import DraftingSpeculator
 from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.model_executor import ModelExecutor
@@ -56,7 +56,7 @@ def junk_medusa() -> Drafter:
 
 def run(drafter: Drafter | None, *, num_blocks: int, chunk: int, at_once: int) -> tuple[list[list[int]], Any]:
     """Tokens of every kind of request; the counters of speculation, and what was said of each position."""
-    speculator = None if drafter is None else ChainSpeculator({drafter.name: drafter}, drafter.name, 4, None)
+    speculator = None if drafter is None else DraftingSpeculator({drafter.name: drafter}, drafter.name, 4, None)
     memory = poisoned_memory(SMALL_LLAMA, dtype="float32", num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
     runner = NativeRunner(SMALL_LLAMA, WEIGHTS, memory, dtype="float32")
     limits = EngineLimits(
@@ -64,7 +64,7 @@ def run(drafter: Drafter | None, *, num_blocks: int, chunk: int, at_once: int) -
     )
     pool = BlockPool(num_blocks, BLOCK_TOKENS, "small")
     taps = () if speculator is None else speculator.tap_layers
-    executor = ModelExecutor(runner, limits, BLOCK_TOKENS, memory.copy_block, tap_layers=taps)
+    executor = ModelExecutor(runner, limits, BLOCK_TOKENS, memory, tap_layers=taps)
     engine = Engine(executor, pool, limits, speculator=speculator)
     sink = Collector()
     engine.start(sink)
@@ -114,7 +114,7 @@ class RowsDrafter:
         self.known[request_id] += token_ids
 
     def propose(self, request_id: Any, num_drafts: int) -> Any:
-        from decode_worker.speculation.draft import Draft
+        from engine.draft import Draft
 
         return Draft.chain([(7 * len(self.known[request_id]) + index) % 50 for index in range(num_drafts)])
 

@@ -106,6 +106,9 @@ class OracleExecutor:
     def copy_block(self, source: int, destination: int) -> None:
         self._memory.copy_block(source, destination)
 
+    def move_tokens(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        self._memory.move_tokens(sources, destinations)
+
     def forget(self, sequence: Any) -> None:
         self._executor.forget(sequence)
 

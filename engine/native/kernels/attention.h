@@ -117,14 +117,26 @@ struct RegisterProducts {
     }
 };
 
+// Hides the keys of the step's other branches from a row of a tree: the key of row j lies at root + j.
+inline void hide_branches(float* scores, int num_keys, int root, uint32_t mask) {
+    for (int j = root < 0 ? -root : 0; j < 32 && root + j < num_keys; ++j)
+        if (!(mask >> j & 1u)) scores[root + j] = kNegativeInfinity;
+}
+
 template <class Products>
 inline void attend_block(const AttentionTask& task, const Scratch<Products>& s, const BlockTile& tile) {
     const int head_dim = task.kv.head_dim;
     const size_t first = (size_t)tile.first_row * head_dim;
     Products::scores(s.q + first / Products::kInputs, tile.num_rows, s.keys, head_dim, tile.num_keys, s.scores);
     for (int m = 0; m < tile.num_rows; ++m) {
-        const int position = task.first_position + (tile.first_row + m) / task.group;
-        const int end = position + 1 - tile.first_key;
+        const int query = (tile.first_row + m) / task.group, key = task.first_position + query;
+        const int end = key + 1 - tile.first_key;
+        int position = key;
+        if (task.tree_masks) {
+            const int row = task.first_row + query;
+            position = task.tree_positions[row];
+            hide_branches(s.scores + m * kTileKeys, tile.num_keys, key - row - tile.first_key, (uint32_t)task.tree_masks[row]);
+        }
         const int start = task.window ? position - task.window + 1 - tile.first_key : 0;
         const int high = end < tile.num_keys ? end : tile.num_keys;
         const int low = start > 0 ? (start < tile.num_keys ? start : tile.num_keys) : 0;
@@ -168,7 +180,7 @@ inline void attend_tile(const AttentionTask& task, const Scratch<Products>& s, i
         const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
         const int seen = task.first_position + (row + mr - 1) / task.group + 1 - key;  // keys of the last row
         if (seen <= 0) continue;
-        if (task.window && key + kTileKeys <= task.first_position + row / task.group - task.window + 1) continue;
+        if (task.window && key + kTileKeys <= least_position(task, row / task.group) - task.window + 1) continue;
         const int wanted = (seen + 31) / 32 * 32;
         attend_block(task, s, {row, mr, key, wanted < num_keys ? wanted : num_keys});
     }

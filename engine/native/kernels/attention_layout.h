@@ -72,10 +72,16 @@ struct Scratch {
     }
 };
 
+// The least position that `row` or a later row of the task may have: a tree's rows stand anywhere below its root.
+inline int least_position(const AttentionTask& task, int row) {
+    return task.tree_masks ? task.first_position - task.first_row : task.first_position + row;
+}
+
 // The first key of the first tile that some row of the task sees.
 inline int first_tile(const AttentionTask& task) {
-    const bool sees_all = task.window == 0 || task.first_position < task.window;
-    return sees_all ? 0 : (task.first_position - task.window + 1) / kTileKeys * kTileKeys;
+    const int position = least_position(task, 0);
+    const bool sees_all = task.window == 0 || position < task.window;
+    return sees_all ? 0 : (position - task.window + 1) / kTileKeys * kTileKeys;
 }
 
 // Where the keys of one panel are, first KV head of the task; null after the last valid key.

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cluster.identity import RequestId
-from decode_worker.speculation.draft import Draft
 from decode_worker.speculation.eagle import (
     BLOCKS_PER_CONTEXT,
     MAX_UNREAD,
@@ -18,6 +17,7 @@ from decode_worker.speculation.eagle import (
 )
 from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, EagleLayer
 from engine import native_library
+from engine.draft import Draft
 from engine.model_config import ModelConfig
 from tests.decode_worker.speculation.trained_files import eagle_file, random_eagle
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from cluster.identity import RequestId
-from decode_worker.speculation.draft import Draft
 from decode_worker.speculation.drafter_file import DrafterFile
 from decode_worker.speculation.medusa import MedusaDrafter
 from drafter_training.medusa_model import MedusaModel
 from engine import native_library
+from engine.draft import Draft
 from tests.decode_worker.speculation.test_eagle import CONFIG, HEAD
 from tests.decode_worker.speculation.trained_files import medusa_file
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.speculation.draft import ROOT, Draft
-from decode_worker.speculation.verify import Float64Array, Verified, residual, verify_match, verify_rejection
+from decode_worker.speculation.verify import Float64Array, residual, verify_rejection
+from engine.draft import ROOT, Draft
+from engine.drafting import Accepted, verify_match
 
 EXACT = 1e-12
 VOCABULARY = 4
@@ -36,7 +37,7 @@ def one_hot(law: Law) -> Law:
 
 
 def outcomes(
-    drafter: Law, target: Law, num_drafts: int, verify: Callable[..., Verified]
+    drafter: Law, target: Law, num_drafts: int, verify: Callable[..., Accepted]
 ) -> dict[tuple[int, ...], float]:
     """The exact probability of each emitted run: every draft, and every interval of the uniforms that acts alike."""
     result: dict[tuple[int, ...], float] = defaultdict(float)
@@ -105,21 +106,21 @@ def test_rejection_gives_exactly_the_targets_law(drafter: Law, target: Law, num_
     assert largest_error(outcomes(drafter, target, num_drafts, verify_rejection), target) < EXACT
 
 
-def _recover_from_p(draft: tuple[int, ...], q: Float64Array, p: Float64Array, u: Float64Array) -> Verified:
+def _recover_from_p(draft: tuple[int, ...], q: Float64Array, p: Float64Array, u: Float64Array) -> Accepted:
     """Mutant: a rejected draft is replaced by a draw from p instead of the residual."""
     for index, token in enumerate(draft):
         if u[index, 0] * q[index, token] >= p[index, token]:
             drawn = int(np.searchsorted(np.cumsum(p[index]), u[index, 1], side="right"))
-            return Verified((*draft[:index], min(drawn, VOCABULARY - 1)), ())
+            return Accepted((*draft[:index], min(drawn, VOCABULARY - 1)), ())
     return verify_rejection(draft, q, p, u)
 
 
-def _always_accept(draft: tuple[int, ...], q: Float64Array, p: Float64Array, u: Float64Array) -> Verified:
+def _always_accept(draft: tuple[int, ...], q: Float64Array, p: Float64Array, u: Float64Array) -> Accepted:
     """Mutant: lossy acceptance."""
     return verify_rejection(draft, q, np.vstack([q, p[-1:]]), u)
 
 
-def _greedy_draft_with_soft_q(draft: tuple[int, ...], q: Float64Array, p: Float64Array, u: Float64Array) -> Verified:
+def _greedy_draft_with_soft_q(draft: tuple[int, ...], q: Float64Array, p: Float64Array, u: Float64Array) -> Accepted:
     """Mutant (S9): the draft is the most likely token, the ratio divides by its soft probability."""
     soft = np.array([law_from(10)(draft[:index]) for index in range(len(draft))])
     return verify_rejection(draft, soft, p, u)
@@ -134,7 +135,7 @@ def _greedy_draft_with_soft_q(draft: tuple[int, ...], q: Float64Array, p: Float6
     ],
     ids=["recover from p", "always accept", "s9 greedy draft with soft q"],
 )
-def test_mutants_die(mutant: Callable[..., Verified], drafter: Law) -> None:
+def test_mutants_die(mutant: Callable[..., Accepted], drafter: Law) -> None:
     assert largest_error(outcomes(drafter, law_from(2), 2, mutant), law_from(2)) > 0.01
 
 
