@@ -22,7 +22,7 @@ import torch
 
 from cluster.errors import EngineFailure
 from cluster.sampling_params import NO_LOGPROBS, SamplingParams
-from engine import native_sampler
+from engine import device_sampler, native_sampler
 from engine.grammar import GrammarState
 from engine.logit_filters import drop_filtered, has_filter
 from engine.logprobs import position_logprobs
@@ -160,14 +160,17 @@ def _draw(
     logits: torch.Tensor, peak_ids: Int64Array, peak_logits: Float32Array, rows: Sequence[SampleRow]
 ) -> Int64Array:
     """Samples rows with a temperature above 0. The largest logit is subtracted first, so that none can overflow."""
-    scaled = logits.cpu().numpy()  # our own copy
-    is_native = native_sampler.is_usable()
-    (_scale_natively if is_native else _scale)(scaled, peak_logits, [row.state for row in rows])
     keys = NoiseKeys(
         np.array([row.state.params.seed for row in rows], dtype=np.uint64),
         np.array([row.state.params.choice_index for row in rows], dtype=np.uint64),
         np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
     )
+    if logits.is_cuda:
+        temperatures = np.array([row.state.temperature for row in rows], np.float32)
+        return device_sampler.draw(logits, peak_logits, temperatures, [row.state.params for row in rows], keys)
+    scaled = logits.numpy()  # our own copy
+    is_native = native_sampler.is_usable()
+    (_scale_natively if is_native else _scale)(scaled, peak_logits, [row.state for row in rows])
     return (native_sampler.gumbel_argmax if is_native else gumbel_argmax)(scaled, peak_ids, keys)
 
 

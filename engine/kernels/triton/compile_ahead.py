@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefill_attention, quantized_matmul
+from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefill_attention, quantized_matmul, sampling
 from engine.kernels.triton.launch_config import LaunchConfig
 
 WARP_SIZE = 32
@@ -137,6 +137,19 @@ def kernel_specs(element: str = "bf16") -> Iterator[KernelSpec]:
         is_decode=True,
     )
     yield KernelSpec(
+        sampling._gumbel_kernel,
+        sampling.gumbel_config(),
+        {
+            "scaled": "*fp32",
+            "seeds": "*i64",
+            "choice_indices": "*i32",
+            "positions": "*i32",
+            "best": "*fp64",
+            "tokens": "*i32",
+        },
+        is_decode=True,
+    )
+    yield KernelSpec(
         fused_layers._silu_kernel,
         LaunchConfig({"ELEMENTS": 1024}),
         {"gate_up": half, "output": half},
@@ -156,9 +169,15 @@ def compile_kernel(spec: KernelSpec, arch: int) -> CompiledKernel:
         if name in spec.pointers or name.endswith("_stride") or name in ("n", "k")
     }
     source = ASTSource(fn=spec.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": spec.config.num_warps, "num_stages": spec.config.num_stages}
+    options = {
+        "num_warps": spec.config.num_warps,
+        "num_stages": spec.config.num_stages,
+        "enable_fp_fusion": spec.config.fuses_multiply_add,
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, WARP_SIZE), options=options)
     registers, spilled_bytes = _resources(compiled.asm["ptx"], arch)
+    if not spec.config.fuses_multiply_add and "fma.rn.f64" in compiled.asm["ptx"]:
+        raise RuntimeError(f"{spec.name} has fused multiply-adds in float64: its bits would not be the defined ones")
     return CompiledKernel(
         spec.name, arch, spec.config.constants, registers, spilled_bytes, int(compiled.metadata.shared), spec.is_decode
     )

@@ -9,11 +9,12 @@ import triton
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """Constants by argument name, warps a program, and how deep loads run ahead of their use."""
+    """Constants by argument name, warps a program, how deep loads run ahead of their use, and the arithmetic."""
 
     constants: dict[str, int | bool]
     num_warps: int = 4
     num_stages: int = 2
+    fuses_multiply_add: bool = True  # False where the bits of a result are defined
 
 
 def must_widen_dots() -> bool:
