@@ -169,6 +169,48 @@ def serve(
     asyncio.run(_serve(override(loaded, {key: value for key, value in flags.items() if value is not None}), ask))
 
 
+OnRay = Annotated[
+    Literal["ray"] | None, typer.Option("--on", help="ray: on a Ray cluster, as actors; the only place there is so far")
+]
+Address = Annotated[str, typer.Option(help="of a Ray cluster; empty: one on this machine, of our own")]
+
+
+@app.command()
+def up(
+    config: Annotated[Path, typer.Argument(help="YAML that describes the cluster")],
+    on: OnRay = "ray",
+    address: Address = "",
+) -> None:
+    """Bring a cluster up on Ray, return when it is ready, and print its URL. It runs until `tandem down`.
+
+    [dim]tandem up cluster.yaml --on ray[/dim]  a Ray of its own on this machine
+
+    [dim]tandem up cluster.yaml --on ray --address 10.0.0.1:6379[/dim]
+    """
+    from deploy.config import load_cluster_config
+    from deploy.ray_cluster import up as up_on_ray
+
+    loaded = load_cluster_config(config)
+    ready = up_on_ray(loaded, address)
+    grpc = f" · {ready['grpc_address']} (gRPC)" if ready["grpc_address"] else ""
+    typer.echo(f"Tandem serves {ready['model']} at {ready['url']} (OpenAI API){grpc} · {ready['summary']} · on Ray")
+
+
+@app.command()
+def down(
+    name: Annotated[str, typer.Option(help="ray.name of the cluster")] = "tandem",
+    address: Address = "",
+) -> None:
+    """Stop a cluster that `tandem up` started, and wait until nothing of it is left.
+
+    [dim]tandem down[/dim]
+    """
+    from deploy.ray_cluster import down as down_on_ray
+
+    failure = down_on_ray(name, address)
+    typer.echo(f"stopped; it had failed before: {failure}" if failure else "stopped")
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="what to ask")],
@@ -207,6 +249,9 @@ def status(
     url: Url = DEFAULT_URL,
     json_output: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
     api_key: ApiKey = "",
+    on: OnRay = None,
+    name: Annotated[str, typer.Option(help="ray.name of the cluster")] = "tandem",
+    address: Address = "",
 ) -> None:
     """Show pools, load, block conservation, fallbacks and KV links of a running cluster.
 
@@ -215,7 +260,19 @@ def status(
     [dim]tandem status[/dim]
 
     [dim]tandem status --json | jq '.workers[].load'[/dim]
+
+    [dim]tandem status --on ray[/dim]  the cluster that `tandem up` started, its processes first
     """
+    if on is not None:
+        from deploy.ray_cluster import state
+
+        on_ray = state(name, address)
+        if not json_output:
+            typer.echo("  ".join(f"{process}: {what}" for process, what in on_ray["processes"].items()))
+        if not on_ray["url"]:
+            typer.echo(on_ray["failure"] or "it is starting")
+            raise typer.Exit(EXIT_FAILED if on_ray["failure"] else 0)
+        url = on_ray["url"]
     asyncio.run(_status(url, api_key, json_output))
 
 

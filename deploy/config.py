@@ -79,6 +79,16 @@ class RedisConfig(Section):
     password_file: Path | None = Field(default=None, description="mode 0600; for a url without a password")
 
 
+class RayConfig(Section):
+    """How `tandem up --on ray` places workers. Resources are Ray's: CPU, GPU, and names of your own."""
+
+    name: str = Field(default="tandem", min_length=1, description="of the cluster within the Ray cluster")
+    strategy: Literal["pack", "spread"] = Field(default="spread", description="workers near each other, or apart")
+    prefill_resources: dict[str, float] = Field(default_factory=dict, description="of each prefill worker")
+    decode_resources: dict[str, float] = Field(default_factory=dict, description="of each decode worker")
+    aggregated_resources: dict[str, float] = Field(default_factory=dict, description="of each aggregated worker")
+
+
 class ClusterConfig(Section):
     """One cluster."""
 
@@ -117,6 +127,7 @@ class ClusterConfig(Section):
     aggregated: PoolConfig = PoolConfig(workers=0)
     router: RouterConfig = RouterConfig()
     redis: RedisConfig = RedisConfig()
+    ray: RayConfig = RayConfig()
     autoscale: Path | None = Field(default=None, description="a policy file: the pools follow the traffic by it")
 
     @model_validator(mode="after")

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -72,7 +71,7 @@ class LocalLauncher:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log_fd,
                 stderr=log_fd,
-                env=_environment(spec.environment),
+                env={**module_environment(), **spec.environment},
                 start_new_session=True,
             )
         except OSError as error:
@@ -120,10 +119,10 @@ def python_command(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, *arguments)
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours, with the folders that this process took its own packages from: children work uninstalled as well."""
+def module_environment() -> dict[str, str]:
+    """Our environment with the folders that our own packages came from: children work uninstalled as well."""
     roots = [str(Path(next(iter(package.__path__))).resolve()) for package in (cluster, tandem.v1)]
     folders = [str(Path(roots[0]).parent), str(Path(roots[1]).parents[1])]
     inherited = os.environ.get("PYTHONPATH", "")
     folders += [folder for folder in inherited.split(os.pathsep) if folder and folder not in folders]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **extra}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}

@@ -19,7 +19,7 @@ from cluster.racing_tasks import first_of
 from deploy.autoscaled_pools import AutoscaledPools
 from deploy.cluster_plan import ClusterPlan, plan_cluster
 from deploy.config import ClusterConfig
-from deploy.launcher import LocalLauncher
+from deploy.launcher import Launcher, LocalLauncher
 from deploy.runtime_dir import RuntimeDirectory, default_base
 from deploy.supervised_process import SupervisedProcess
 from deploy.supervisor import Supervisor
@@ -47,23 +47,37 @@ class ClusterDisplay(Protocol):
     def stopping(self) -> None: ...
 
 
+MakeLauncher = Callable[[Path, ClusterPlan], Launcher]
+
+
+def _on_this_machine(logs: Path, _: ClusterPlan) -> Launcher:
+    return LocalLauncher(logs)
+
+
 async def run_cluster(
-    config: ClusterConfig, display: ClusterDisplay, while_serving: Callable[[ClusterPlan], Awaitable[None]]
+    config: ClusterConfig,
+    display: ClusterDisplay,
+    while_serving: Callable[[ClusterPlan], Awaitable[None]],
+    make_launcher: MakeLauncher = _on_this_machine,
+    signals: StopSignals | None = None,
 ) -> None:
     """Starts the cluster, runs `while_serving` to its end or until a signal, stops everything, removes every trace.
 
+    `signals`: what stops it; None: this process's SIGTERM and SIGINT, which takes the main thread.
     Raises `StartupError` when it cannot start, `ClusterFailed` when it cannot go on; the logs are kept for both.
     """
     model = resolve_model(config.model)
     check_model(model)
-    signals = StopSignals()
-    signals.install()
+    is_ours = signals is None
+    signals = signals or StopSignals()
+    if is_ours:
+        signals.install()
     directory = RuntimeDirectory.create(default_base())
     try:
         plan = plan_cluster(config, model, directory.path)
         pools = AutoscaledPools.of(config, plan, directory.path.name)
         display.planned(plan)
-        supervisor = Supervisor(plan.processes, LocalLauncher(directory.logs), display.changed)
+        supervisor = Supervisor(plan.processes, make_launcher(directory.logs, plan), display.changed)
         try:
             await _serve(supervisor, plan, pools, signals, display, while_serving)
         finally:
@@ -75,7 +89,8 @@ async def run_cluster(
         raise ClusterFailed(_with_logs(str(error), directory)) from None
     finally:
         directory.remove()
-        signals.remove()
+        if is_ours:
+            signals.remove()
 
 
 async def _serve(

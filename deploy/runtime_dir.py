@@ -39,7 +39,7 @@ class RuntimeDirectory:
     @classmethod
     def create(cls, base: Path) -> RuntimeDirectory:
         """A new directory; those of dead clusters are removed. Raises `StartupError` when `base` is not ours alone."""
-        _make_private(base)
+        make_private(base)
         with _locked(base / ".lock"):
             remove_stale(base)
             path = base / f"{PREFIX}{secrets.token_hex(4)}"
@@ -96,8 +96,11 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(lock_fd)
 
 
-def _make_private(base: Path) -> None:
-    """Others may write where temporary files lie: a directory or link they put there is refused."""
+def make_private(base: Path) -> None:
+    """Makes a directory of this user alone. Raises `StartupError` when it is somebody else's.
+
+    Others may write where temporary files lie: a directory or link they put there is refused.
+    """
     try:
         base.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = base.lstat()

@@ -1,0 +1,78 @@
+"""The actor that runs one worker process on a node: a child of the actor, which dies with it.
+
+Only names, flags and paths come in and only numbers and log lines go out: no secret is ever an argument or a result of
+an actor's method, so none lies in Ray's object store, its logs or its dashboard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.errors import StartupError
+from deploy.launcher import LaunchedProcess, LocalLauncher
+from deploy.process_spec import ProcessSpec, Stage
+
+LAST_LINES = 20
+# What the actor's own environment says to Ray is nothing to its child.
+RAY_PREFIX = "RAY_"
+RAYLET_POLL_S = 0.5
+
+
+class ProcessHost:
+    """Lives in a Ray worker process; made by `RayLauncher`, one for each worker process."""
+
+    def __init__(self) -> None:
+        for name in [name for name in os.environ if name.startswith(RAY_PREFIX)]:
+            del os.environ[name]
+        self._process: LaunchedProcess | None = None
+        threading.Thread(target=self._die_with_raylet, args=(os.getppid(),), name="raylet-watch", daemon=True).start()
+
+    async def start(self, name: str, command: Sequence[str], environment: str, log_directory: str) -> int:
+        """The child's pid. Raises `StartupError` on a node that does not share the cluster's runtime directory."""
+        logs = Path(log_directory)
+        if not os.access(logs, os.W_OK):
+            raise StartupError(
+                f"{os.uname().nodename} has no {logs}: the nodes of this cluster must share one machine; on "
+                "several, start the workers by hand (docs/several_hosts.md)"
+            )
+        spec = ProcessSpec(name, Stage.WORKER, tuple(command), _never_asked, json.loads(environment))
+        self._process = await LocalLauncher(logs).launch(spec)
+        return self._process.pid
+
+    async def wait(self) -> tuple[int, list[str]]:
+        """Exit status and the end of the log, once the child has ended."""
+        process = self._started()
+        status = await process.wait()
+        return status, process.last_lines(LAST_LINES)
+
+    async def terminate(self) -> None:
+        self._started().terminate()
+
+    async def kill(self) -> None:
+        """Ends the child with its children, and returns when it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            await asyncio.wait_for(self._process.wait(), 10)
+
+    def _die_with_raylet(self, raylet_pid: int) -> None:
+        """Ray ends a worker whose parent is pid 1; where somebody else adopts orphans it would live on, unknown."""
+        while os.getppid() == raylet_pid:
+            time.sleep(RAYLET_POLL_S)
+        if self._process is not None:
+            self._process.kill()
+        os._exit(1)
+
+    def _started(self) -> LaunchedProcess:
+        if self._process is None:
+            raise RuntimeError("nothing was started here")
+        return self._process
+
+
+async def _never_asked() -> bool:
+    raise RuntimeError("the controller probes, not the host")

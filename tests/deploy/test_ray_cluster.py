@@ -1,0 +1,228 @@
+"""`tandem up` on a Ray of several raylets: placed apart, a killed raylet loses nothing, `down` leaves nothing.
+
+One Ray cluster for the module: it takes half a minute to start on two cores. Mock workers: the tokens are known.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.conftest import REPOSITORY, tandem_command, tandem_environment
+from tests.integration.grpc_client import generate_tokens
+from tests.integration.mock_tokens import VOCAB_SIZE, expected_tokens
+
+pytestmark = [pytest.mark.model, pytest.mark.cluster]
+
+TIMEOUT_S = 120.0
+STORE_BYTES = 80 * 2**20
+POLICY = "version: 1\nname: ray\ntick_s: 1.0\nprefill: {{min: {0}, max: 2}}\ndecode: {{min: {0}, max: 2}}\n" + (
+    "scale_down: {{window_s: 3.0, cooldown_s: 1.0, after_up_s: 1.0}}\n"
+)
+
+# Starts a head and two more raylets, kills one when told, and ends them all when its input closes.
+RAYLETS = """
+import json, os, sys
+from ray.cluster_utils import Cluster
+store = int(sys.argv[1])
+shared = {"include_dashboard": False, "object_store_memory": store}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **shared})
+nodes = [cluster.add_node(num_cpus=1, resources={"slot": 4}, object_store_memory=store) for _ in range(2)]
+pids = [node.all_processes["raylet"][0].process.pid for node in nodes]
+print(json.dumps({"address": cluster.address, "raylets": pids, "session": cluster.head_node.get_session_dir_path()}))
+sys.stdout.flush()
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+
+@dataclass
+class RayCluster:
+    """The raylets, and what a command needs to reach them."""
+
+    address: str
+    raylets: list[int]
+    session: Path
+    folder: Path
+    environment: dict[str, str]
+
+    def tandem(self, *arguments: str) -> str:
+        ended = subprocess.run(
+            tandem_command(*arguments), env=self.environment, cwd=REPOSITORY,
+            capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))
+    token = folder / "ray.token"
+    token.write_text("0123456789abcdef" * 4)
+    token.chmod(0o600)
+    environment = {
+        **tandem_environment(),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_TMPDIR": str(folder),
+        "TANDEM_RUNTIME_DIR": str(folder / "run"),
+    }
+    with (folder / "raylets.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RAYLETS, str(STORE_BYTES)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+        )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    line = next((line for line in process.stdout if line.startswith("{")), "")
+    assert line, (folder / "raylets.log").read_text()[-2000:]
+    told = json.loads(line)
+    yield RayCluster(told["address"], told["raylets"], Path(told["session"]), folder, environment)
+    process.stdin.close()
+    process.stdout.close()
+    process.wait(TIMEOUT_S)
+    shutil.rmtree(folder)
+
+
+def test_f01_f03_rt47_up_survives_a_killed_raylet_scales_down_and_leaves_nothing(
+    ray_cluster: RayCluster, default_model_path: Path
+) -> None:
+    shared_memory = _our_shared_memory()
+    policy = ray_cluster.folder / "policy.yaml"
+    policy.write_text(POLICY.format(2))
+    config = ray_cluster.folder / "cluster.yaml"
+    config.write_text(_cluster_file(default_model_path, policy))
+    printed = ray_cluster.tandem("up", str(config), "--on", "ray", "--address", ray_cluster.address)
+    try:
+        grpc_address = re.findall(r"(127\.0\.0\.1:\d+) \(gRPC\)", printed)[0]
+        url = re.findall(r"http://\S+", printed)[0]
+        assert "2 prefill + 2 decode" in printed
+        hosted = [_workers_under(raylet) for raylet in ray_cluster.raylets]
+        assert sorted(name for names in hosted for name in names) == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+        assert all(len(names) == 2 for names in hosted), "spread"
+        _a_killed_raylet_loses_no_stream(ray_cluster, grpc_address, hosted)
+        _two_of_each_again(ray_cluster, url)
+        _a_scale_down_hurts_no_stream(ray_cluster, grpc_address, policy)
+        _no_secret_lies_in_ray(ray_cluster)
+    finally:
+        processes = _of_the_cluster(ray_cluster.folder / "run")
+        assert processes
+        ray_cluster.tandem("down", "--address", ray_cluster.address)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert [process.cmdline() for process in alive] == []
+    assert [path.name for path in (ray_cluster.folder / "run").iterdir()] == [".lock"]
+    assert _our_shared_memory() == shared_memory
+
+
+def _cluster_file(model: Path, policy: Path) -> str:
+    slots = "{slot: 1}"
+    return (
+        f"model: {model}\nengine: mock\nprefill: {{workers: 2}}\ndecode: {{workers: 2}}\nrouter: {{port: 0}}\n"
+        f"drain_timeout_s: 1\nautoscale: {policy}\n"
+        f"ray: {{strategy: spread, prefill_resources: {slots}, decode_resources: {slots}}}\n"
+    )
+
+
+def _a_killed_raylet_loses_no_stream(cluster: RayCluster, grpc_address: str, hosted: list[list[str]]) -> None:
+    """Streams of some seconds run on both nodes when one is killed."""
+    victim = next(index for index, names in enumerate(hosted) if "decode-0" in names or "prefill-0" in names)
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(_check_stream, grpc_address, number, 200) for number in range(8)]
+        _until(lambda: sum(answer.running() for answer in answers) == 8, "all are sent")
+        time.sleep(1.0)  # in the middle of an answer of some 3 s
+        psutil.Process(cluster.raylets[victim]).kill()
+        for answer in answers:
+            answer.result(TIMEOUT_S)
+
+
+def _two_of_each_again(cluster: RayCluster, url: str) -> None:
+    """The dead node's workers are placed on the other one."""
+    _until(
+        lambda: sum(len(_workers_under(raylet)) for raylet in cluster.raylets if psutil.pid_exists(raylet)) == 4,
+        "four workers run again",
+    )
+    _until(lambda: _states(cluster, url).count("ready") == 4, "and are ready")
+
+
+def _a_scale_down_hurts_no_stream(cluster: RayCluster, grpc_address: str, policy: Path) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(_check_stream, grpc_address, number, 600) for number in range(6)]
+        policy.write_text(POLICY.format(1))
+        for answer in answers:
+            answer.result(TIMEOUT_S)
+    _until(
+        lambda: sum(len(_workers_under(raylet)) for raylet in cluster.raylets if psutil.pid_exists(raylet)) == 2,
+        "back to the minimum",
+    )
+
+
+def _no_secret_lies_in_ray(cluster: RayCluster) -> None:
+    (run,) = (path for path in (cluster.folder / "run").iterdir() if path.is_dir() and path.name.startswith("c-"))
+    secrets = [(run / name).read_text().strip().encode() for name in ("cluster.token", "redis.password")]
+    logs = [path for path in (cluster.session / "logs").rglob("*") if path.is_file()]
+    assert logs
+    for path in logs:
+        content = path.read_bytes()
+        assert not any(secret in content for secret in secrets), path
+    for process in _of_the_cluster(run):
+        words = " ".join(process.cmdline()).encode()
+        assert not any(secret in words for secret in secrets)
+
+
+def _check_stream(grpc_address: str, number: int, num_tokens: int) -> None:
+    prompt = [(31 * number + 7 * index) % VOCAB_SIZE for index in range(40)]
+    tokens, _ = generate_tokens(grpc_address, prompt, num_tokens)
+    assert tokens == expected_tokens(prompt, num_tokens)
+
+
+def _states(cluster: RayCluster, url: str) -> list[str]:
+    status: dict[str, Any] = json.loads(cluster.tandem("status", "--json", "--url", url))
+    return [worker["state"] for worker in status["workers"]]
+
+
+def _workers_under(raylet: int) -> list[str]:
+    """Names of the worker processes that run below a raylet."""
+    names = []
+    for process in psutil.Process(raylet).children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if any(word in ("prefill_worker", "decode_worker") for word in words):
+            names += [word.partition("=")[2] for word in words if word.startswith("--worker-id=")]
+    return names
+
+
+def _of_the_cluster(run: Path) -> list[psutil.Process]:
+    """Every process that was told the cluster's runtime directory."""
+    return [
+        process for process in psutil.process_iter(["cmdline"]) if str(run) in " ".join(process.info["cmdline"] or ())
+    ]
+
+
+def _our_shared_memory() -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").glob("*tandem*"))  # noqa: S108  only looked at
+
+
+def _until(is_reached: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not is_reached():
+        if time.monotonic() > deadline_s:
+            pytest.fail(f"not reached in {TIMEOUT_S} s: {what}")
+        time.sleep(0.1)

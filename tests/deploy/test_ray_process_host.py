@@ -1,0 +1,44 @@
+"""The actor's class without Ray: a child that is started, asked, ended, and hears nothing of Ray's secrets."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import StartupError
+from deploy.ray_process_host import ProcessHost
+
+PROGRAM = (
+    "import os, sys; print(sorted(n for n in os.environ if n.startswith('RAY_')), os.environ['MINE']); sys.exit(3)"
+)
+
+
+async def test_a_child_ends_with_its_status_and_its_last_lines_and_sees_no_ray(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    host = ProcessHost()
+    pid = await host.start(
+        "decode-0", [sys.executable, "-c", PROGRAM], json.dumps({"MINE": "7"}), f"{runtime_dir}/logs"
+    )
+    assert pid > 0
+    assert await host.wait() == (3, ["[] 7"])
+
+
+async def test_terminate_and_kill_end_it(runtime_dir: Path) -> None:
+    host = ProcessHost()
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    await host.start("decode-0", sleeper, "{}", f"{runtime_dir}/logs")
+    await host.terminate()
+    assert (await host.wait())[0] == -15
+    await host.start("decode-0", sleeper, "{}", f"{runtime_dir}/logs")
+    await host.kill()
+    assert (await host.wait())[0] == -9
+
+
+async def test_a_node_without_the_clusters_directory_is_told(runtime_dir: Path) -> None:
+    with pytest.raises(StartupError, match="must share one machine"):
+        await ProcessHost().start("decode-0", ["true"], "{}", str(runtime_dir / "none"))
