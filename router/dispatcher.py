@@ -28,6 +28,7 @@ from cluster.errors import (
     KvTransferFailed,
     NoWorkersAvailable,
     RetryElsewhere,
+    RetryLater,
     TandemError,
     WorkerUnavailable,
 )
@@ -215,8 +216,8 @@ class Dispatcher:
                 self._failed(worker)
 
     def _note_failure(self, placement: Placement | None, error: TandemError) -> None:
-        """Counts what a worker did. A client's mistake and a full pool are nobody's failure, nor is a drain."""
-        if placement is None or isinstance(error, ClientError | KvCapacityExhausted | DeadlineExceeded):
+        """Counts what a worker did. Wrong requests, overload and full pools are nobody's failure, nor is a drain."""
+        if placement is None or isinstance(error, ClientError | RetryLater | KvCapacityExhausted | DeadlineExceeded):
             return
         is_prefill = isinstance(error, KvTransferFailed) or error.stage == "prefill"
         worker = placement.prefill[0] if is_prefill and placement.prefill else placement.decode

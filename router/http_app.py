@@ -33,6 +33,10 @@ from router.openapi_document import openapi_document
 from router.request_parser import RequestParser
 from router.tenants import ApiKeys
 
+_NOT_OFFERED = (
+    "/v1/embeddings", "/v1/responses", "/v1/images", "/v1/audio", "/v1/moderations", "/v1/files", "/v1/batches",
+    "/v1/fine_tuning", "/v1/assistants", "/v1/threads", "/v1/rerank", "/rerank", "/v1/score", "/pooling",
+)  # fmt: skip
 _LOOPBACK_CLIENTS = frozenset({"127.0.0.1", "::1", ""})
 
 
@@ -155,6 +159,14 @@ class _NoSuchRoute(ClientError):
     http_status = 404
 
 
+def _no_such_route(path: str) -> ClientError:
+    """OpenAI's other services are told apart from a mistyped path."""
+    if any(path.startswith(other) for other in _NOT_OFFERED):
+        offered = "/v1/chat/completions, /v1/completions and /v1/models"
+        return _NoSuchRoute(f"{path[:64]} is not offered: this server generates text at {offered}", code="not_offered")
+    return _NoSuchRoute(f"nothing is at {path[:64]}")
+
+
 class _MethodNotAllowed(ClientError):
     code = "method_not_allowed"
     http_status = 405
@@ -165,7 +177,7 @@ async def _http_error(request: Request, raised: Exception) -> Response:
     status = raised.status_code if isinstance(raised, HTTPException) else 500
     error: ClientError
     if status == 404:
-        error = _NoSuchRoute(f"nothing is at {request.url.path[:64]}")
+        error = _no_such_route(request.url.path)
     elif status == 405:
         error = _MethodNotAllowed(f"{request.method[:16]} is not allowed here")
     else:

@@ -101,7 +101,7 @@ def test_failed_start_leaves_no_file_descriptor_behind(model_directory: Path) ->
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_pickled_and_missing_models_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_s_b12_pickled_and_missing_models_are_refused_in_one_line(tmp_path: Path) -> None:
     pickled = tmp_path / "pytorch_model.bin"
     pickled.write_bytes(b"\x80\x04")
     for path, message in [(pickled, "convert the model to safetensors or GGUF"), (tmp_path / "absent.gguf", "absent")]:
