@@ -89,7 +89,7 @@ def vllm(python: str, model: Path, num_threads: int, flags: str = "", preload: s
 @contextmanager
 def started_peer(peer: PeerServer, log_path: Path, ready_timeout_s: float = READY_TIMEOUT_S) -> Iterator[str]:
     """The URL of a ready peer, for as long as the block lasts. Raises `ClusterError` when it does not become ready."""
-    port = _free_port()
+    port = free_port()
     command = [part.replace("{port}", str(port)) for part in peer.command]
     with log_path.open("w", encoding="utf-8") as log:
         # Its own session, so that its children end with it.
@@ -138,7 +138,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         return
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -48,7 +48,7 @@ def measure(num_workers: int, num_blocks: int) -> None:
     chance = random.Random(1)
     workers = [_worker(index, num_workers) for index in range(num_workers)]
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    view = CacheView(PrefixIndex(), time.monotonic)
+    view = CacheView(PrefixIndex(2 * num_blocks), time.monotonic)
     for worker in workers:
         view.worker_joined(worker.worker_id)
     for worker in workers:
@@ -76,9 +76,9 @@ def measure(num_workers: int, num_blocks: int) -> None:
             hash_blocks(tokens, scope)
         times.append(time.perf_counter())
         cpu_s = time.thread_time()
-        cached = view.cached_tokens(hashes, BLOCK_TOKENS, PROMPT_TOKENS)
+        match = view.match(hashes, BLOCK_TOKENS, PROMPT_TOKENS)
         times.append(time.perf_counter())
-        request = RequestView(PROMPT_TOKENS, 256, hashes, cached)
+        request = RequestView(PROMPT_TOKENS, 256, hashes, match.tokens, match.longest)
         policy.place(request, snapshot, time.monotonic())
         times.append(time.perf_counter())
         cpu_ms.append((time.thread_time() - cpu_s) * 1000)

@@ -69,7 +69,7 @@ class RouterSettings(BaseModel):
         default="allow", description="may a decode worker prefill by itself when no prefill worker is ready"
     )
     policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
-        default="least_loaded", description="how prefill and decode workers are chosen"
+        default="cache_aware", description="how prefill and decode workers are chosen"
     )
     grpc_reflection: bool = Field(default=False, description="let gRPC clients ask for the service's description")
     seed: int = Field(default=0, description="base of the seeds of requests that name none")

@@ -65,7 +65,7 @@ class RouterConfig(Section):
     )
     request_timeout_s: float = Field(default=600.0, gt=0, le=600)
     policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
-        default="least_loaded", description="how prefill and decode workers are chosen"
+        default="cache_aware", description="how prefill and decode workers are chosen"
     )
     prefill_fallback: Literal["allow", "deny"] = Field(
         default="allow", description="may a decode worker prefill when no prefill worker is ready"

@@ -5,7 +5,8 @@
     local    S_l = S_d - transfer + 1.1 t_p(L - m_d, m_d), twice the prefill where it stalls neighbours
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
-wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker. A
+wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
+eighth request for a hot prefix goes to a worker that lacks it (`hot_prefixes`), until all of them have it. A
 decode worker prefills by itself only where that wins by more than a near tie: what it computes, it does not decode.
 """
 
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
 from cluster.errors import NoWorkersAvailable
+from router.hot_prefixes import HotPrefixes
 from router.load_policies import FULL_POOL, MAX_PREFILL_CHOICES, full_pool_ms
 from router.placement import (
     RETRY_AFTER_S,
@@ -73,6 +75,7 @@ class _Pair:
     decode: _Scored
     prefill: _Scored | None  # None: the decode worker prefills by itself
     total_ms: float
+    is_tied: bool = False  # with others: it was not the lowest time that decided
 
     @property
     def num_in_flight(self) -> int:
@@ -84,7 +87,7 @@ class _Pair:
 
 
 class CacheAware:
-    """Has a generator for ties, and nothing else of its own."""
+    """Has a generator for ties and counts of hot prefixes, and nothing else of its own."""
 
     name = "cache_aware"
 
@@ -92,12 +95,15 @@ class CacheAware:
         self._timing = timing
         self._settings = settings
         self._chance = chance
+        self._hot = HotPrefixes()
 
     def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
         decodes = self._score_decodes(request, eligible_decode(request, snapshot))
         prefills = self._score_prefills(request, snapshot, now_s)
-        pair = self._best_pair(request, snapshot, decodes, prefills)
-        is_wanted_local = pair.prefill is not None and self._prefers_local(request, snapshot, pair)
+        # A copy of a hot prefix is made by whoever of those without it is best.
+        copying = self._without_hot_prefix(request, prefills, now_s)
+        pair = self._best_pair(request, snapshot, decodes, copying or prefills)
+        is_wanted_local = pair.prefill is not None and not copying and self._prefers_local(request, snapshot, pair)
         chosen: list[WorkerState] = []
         if pair.prefill is not None and not is_wanted_local:
             chosen = [pair.prefill.worker, *_alternatives(pair, prefills)]
@@ -113,7 +119,7 @@ class CacheAware:
                 *(scored.explained(PREFILL_TERMS) for scored in _shown(prefills, pair.prefill)),
                 *(scored.explained(DECODE_TERMS) for scored in _shown(decodes, pair.decode)),
             ),
-            reason="cheaper without a transfer" if is_wanted_local else "lowest predicted time",
+            reason=_reason(pair, is_wanted_local=is_wanted_local, is_copying=bool(copying)),
             is_fallback=pair.prefill is None and pair.decode.worker.role is Role.DECODE,
         )
 
@@ -201,6 +207,16 @@ class CacheAware:
         c0, c1, c2 = self._timing.prefill_coefficients
         return c0 + c1 * num_uncached + c2 * num_uncached * (num_cached + num_uncached / 2)
 
+    def _without_hot_prefix(self, request: RequestView, prefills: Sequence[_Scored], now_s: float) -> list[_Scored]:
+        """Those that lack the prefix of this request, when it is time for another copy; else nobody."""
+        longest_match, cached_tokens = request.longest_match, request.cached_tokens
+        most = max(cached_tokens.values(), default=0)
+        if longest_match is None or most < COLD_SHARE * request.num_prompt_tokens:
+            return []
+        if not self._hot.wants_copy(longest_match, now_s):
+            return []
+        return [scored for scored in prefills if cached_tokens.get(scored.worker.worker_id, 0) < most / 2]
+
     # --- choice -------------------------------------------------------------------------------------------------------
 
     def _best_pair(
@@ -228,7 +244,8 @@ class CacheAware:
         lowest_ms = min(pair.total_ms for pair in pairs)
         tied_ms = lowest_ms + max(NEAR_TIE_MS, NEAR_TIE_SHARE * lowest_ms)
         tied = [pair for pair in pairs if pair.total_ms <= tied_ms]
-        return min(tied, key=lambda pair: (pair.num_in_flight, pair.last_chosen_s, self._chance.random()))
+        chosen = min(tied, key=lambda pair: (pair.num_in_flight, pair.last_chosen_s, self._chance.random()))
+        return replace(chosen, is_tied=len(tied) > 1)
 
     def _prefers_local(self, request: RequestView, snapshot: ClusterSnapshot, pair: _Pair) -> bool:
         worker = pair.decode.worker
@@ -238,6 +255,14 @@ class CacheAware:
             return False
         local_ms = self._local_ms(request, pair.decode)
         return local_ms + max(self._settings.local_gain_ms, NEAR_TIE_SHARE * local_ms) < pair.total_ms
+
+
+def _reason(pair: _Pair, *, is_wanted_local: bool, is_copying: bool) -> str:
+    if is_wanted_local:
+        return "cheaper without a transfer"
+    if is_copying:
+        return "a copy of a hot prefix"
+    return "near tie: the less busy, then the one chosen least recently" if pair.is_tied else "lowest predicted time"
 
 
 def _allowed(prefills: Sequence[_Scored], decode: _Scored) -> Iterator[_Scored]:

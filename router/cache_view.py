@@ -59,6 +59,17 @@ class EventSource(Protocol):
     def ask_snapshot(self, worker_id: WorkerId) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class CacheMatch:
+    """Where a prompt's beginning is."""
+
+    tokens: Mapping[WorkerId, int]  # of the prompt, by worker; absent: none
+    longest: BlockHash | None  # the last block of the longest prefix that anybody holds
+
+
+NO_MATCH = CacheMatch({}, None)
+
+
 @dataclass(slots=True)
 class _Belief:
     """How much one worker's index entries are worth."""
@@ -124,14 +135,17 @@ class CacheView:
             self._carry_out(worker_id, steps)
         self._index.sweep()
 
-    def cached_tokens(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> dict[WorkerId, int]:
-        """For each worker the tokens of this prompt that it is believed to hold; the last token is always computed."""
+    def match(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> CacheMatch:
+        """What each worker is believed to hold of this prompt; the last token is always computed."""
         matched = self._index.match(hashes, self._clock())
+        if not matched:
+            return NO_MATCH
         most = max(0, num_tokens - 1)
-        return {
+        tokens = {
             worker_id: int(min(blocks * block_tokens, most) * self._confidence(worker_id))
             for worker_id, blocks in matched.items()
         }
+        return CacheMatch(tokens, hashes[max(matched.values()) - 1])
 
     def chosen(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
         """The worker will hold these blocks soon: siblings that come before its events follow it."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -32,10 +32,9 @@ from cluster.errors import (
     TandemError,
     WorkerUnavailable,
 )
-from cluster.identity import WorkerId
 from router import circuit
 from router.bookings import Booking
-from router.cache_view import CacheView
+from router.cache_view import NO_MATCH, CacheMatch, CacheView
 from router.placement import ClusterSnapshot, Placement, PlacementPolicy, RequestView
 from router.retry_budget import RetryBudget
 from router.sequence import Sequence, SequenceSpec, SequenceState
@@ -106,7 +105,7 @@ class Dispatcher:
     def uncached_tokens(self, spec: SequenceSpec) -> int:
         """Prompt tokens that even the best worker would have to compute."""
         num_tokens = len(spec.token_ids)
-        return num_tokens - max(self._cached_tokens(spec, num_tokens).values(), default=0)
+        return num_tokens - max(self._match(spec, num_tokens).tokens.values(), default=0)
 
     def sequence_started(self, sequence: Sequence, event: worker_pb2.RequestEvent) -> None:
         """From a sequence: its first token. What was measured refines what will be predicted."""
@@ -169,11 +168,13 @@ class Dispatcher:
         now_s = self._clock()
         spec = sequence.spec
         num_tokens = len(spec.token_ids) + len(sequence.generated)
+        match = self._match(spec, num_tokens)
         request = RequestView(
             num_prompt_tokens=num_tokens,
             max_tokens=spec.sampling.max_tokens - len(sequence.generated),
             block_hashes=spec.block_hashes,
-            cached_tokens=self._cached_tokens(spec, num_tokens),
+            cached_tokens=match.tokens,
+            longest_match=match.longest,
             excluded=frozenset(sequence.excluded),
             session_key=spec.session_key,
         )
@@ -229,10 +230,10 @@ class Dispatcher:
         if worker.circuit.position is not before.position:
             _log.warning("a worker keeps failing and is not asked for a while", extra={"peer": worker.worker_id})
 
-    def _cached_tokens(self, spec: SequenceSpec, num_tokens: int) -> Mapping[WorkerId, int]:
+    def _match(self, spec: SequenceSpec, num_tokens: int) -> CacheMatch:
         if self.cache_view is None or not spec.block_hashes:
-            return {}
-        return self.cache_view.cached_tokens(spec.block_hashes, self._registry.block_tokens, num_tokens)
+            return NO_MATCH
+        return self.cache_view.match(spec.block_hashes, self._registry.block_tokens, num_tokens)
 
     def _submission(self, sequence: Sequence, placement: Placement, now_s: float) -> worker_pb2.SubmitRequest:
         spec = sequence.spec

@@ -27,6 +27,8 @@ class RequestView:
     block_hashes: Sequence[BlockHash] = ()
     # How many of its first tokens each worker is believed to hold; absent: none.
     cached_tokens: Mapping[WorkerId, int] = field(default_factory=dict)
+    # The last block of the longest prefix that any worker is believed to hold; None: nobody holds one.
+    longest_match: BlockHash | None = None
     excluded: frozenset[Incarnation] = frozenset()  # failed this request already
     session_key: str = ""  # equal for the requests of one conversation, where the client says so
 

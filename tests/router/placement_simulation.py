@@ -76,11 +76,13 @@ class SimulatedCluster:
 
     def _place(self, token_ids: Sequence[int]) -> None:
         hashes = prompt_hashes(token_ids, SCOPE)
+        match = self.view.match(hashes, BLOCK_TOKENS, len(token_ids))
         request = RequestView(
             num_prompt_tokens=len(token_ids),
             max_tokens=64,
             block_hashes=hashes,
-            cached_tokens=self.view.cached_tokens(hashes, BLOCK_TOKENS, len(token_ids)),
+            cached_tokens=match.tokens,
+            longest_match=match.longest,
         )
         placement = self.policy.place(request, ClusterSnapshot(self.prefill, self.decode), self.now_s)
         booking = Booking(placement, len(token_ids), 64, self.now_s)

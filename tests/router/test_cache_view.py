@@ -62,7 +62,7 @@ def _event(
 
 
 def _cached(view: CacheView) -> int:
-    return view.cached_tokens(HASHES, 16, len(TOKENS)).get(W, 0)
+    return view.match(HASHES, 16, len(TOKENS)).tokens.get(W, 0)
 
 
 def test_rt24_the_router_hashes_as_the_workers_do() -> None:
@@ -120,7 +120,7 @@ def test_s_b68_events_of_unknown_workers_and_garbled_ones_change_nothing() -> No
     garbled.block_hashes = garbled.block_hashes[:-1]
     view.on_event(garbled)
     view.on_event(_event(1, HASHES[:1], membership_pb2.KV_EVENT_OP_UNSPECIFIED))
-    assert view.cached_tokens(HASHES, 16, len(TOKENS)) == {}
+    assert view.match(HASHES, 16, len(TOKENS)).tokens == {}
 
 
 def test_chosen_blocks_count_at_once_and_expire_unless_confirmed() -> None:

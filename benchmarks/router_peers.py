@@ -1,0 +1,278 @@
+"""Our router beside two written in Rust, each in front of eight mock workers with one timing model, cache and traffic.
+
+    ours           tandem serve --engine mock --aggregated 8          client ─HTTP─> router ─gRPC─> mock workers
+    vllm-router    8 x benchmarks.mock_server behind it               client ─HTTP─> router ─HTTP─> mock servers
+    sglang-router  the same
+
+    routing   documents asked about several times: TTFT, cache hits, the busiest worker's requests over the mean
+    cost      engines that take no time, one-token answers: added latency of a request alone over asking a mock server
+              directly, requests/s at 64 in flight, and requests for each second of the router's own CPU time
+
+Ours tokenises each prompt and hashes its blocks, the others forward text: that is most of what ours costs more.
+`python -m benchmarks.router_peers --routers PATH` with the folder of their executables (`pip install
+'vllm-router==0.1.*' 'sglang-router==0.3.*'` into an environment of its own).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.cluster_under_test import started_cluster
+from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient, StreamCapture
+from benchmarks.peer_servers import PeerServer, free_port, started_peer
+from benchmarks.routed_run import RoutedRun, imbalance, run_workload
+from benchmarks.routing_workloads import Traffic, documents, single_token_words
+from benchmarks.workload import ChatMessage, PlannedRequest
+from cluster.model_files import DEFAULT_MODEL, resolve_model, served_name
+from cluster.tokenizer import load_tokenizer
+
+NUM_WORKERS = 8
+NO_TIME = "0,0,0"
+MOCK_READY_TIMEOUT_S = 60.0
+IN_FLIGHT = 64
+NUM_ALONE = 300
+THROUGHPUT_S = 8.0
+# Their defaults would send everybody to one worker until it is 64 requests ahead; these are both projects' own advice
+# for small fleets.
+PEER_FLAGS = ("--policy", "cache_aware", "--balance-abs-threshold", "4", "--balance-rel-threshold", "1.1")
+ROUTERS = ("tandem", "vllm-router", "sglang-router")
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """A router that answers, and what belongs to it."""
+
+    endpoint: Endpoint
+    process: psutil.Process
+    worker_urls: Sequence[str]  # of mock servers; ours tells in its timeline where a request went
+
+
+@contextlib.contextmanager
+def mock_servers(count: int, prefill_ms: str, decode_ms: str, directory: Path) -> Iterator[list[str]]:
+    """URLs of mock servers that answer."""
+    with contextlib.ExitStack() as stack:
+        urls = []
+        processes = []
+        for number in range(count):
+            port = free_port()
+            flags = [f"--port={port}", f"--prefill-ms={prefill_ms}", f"--decode-ms={decode_ms}"]
+            log = stack.enter_context((directory / f"mock-{number}.log").open("w"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.mock_server", *flags], stdout=log, stderr=log, env=dict(os.environ)
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            processes.append(process)
+            urls.append(f"http://127.0.0.1:{port}")
+        asyncio.run(_until_all_answer(urls))
+        yield urls
+
+
+async def _until_all_answer(urls: Sequence[str]) -> None:
+    deadline_s = time.monotonic() + MOCK_READY_TIMEOUT_S
+    for url in urls:
+        async with OpenAiClient(Endpoint(url, "", "openai")) as client:
+            while True:
+                try:
+                    await client.get_json("/v1/models")
+                    break
+                except ConnectionError:
+                    if time.monotonic() > deadline_s:
+                        raise
+                    await asyncio.sleep(0.1)
+
+
+@contextlib.contextmanager
+def started_front(name: str, routers: Path, timing: tuple[str, str], policy: str) -> Iterator[Front]:
+    """The router with its eight workers. `timing`: coefficients of prefill and of decode, as flags have them."""
+    model_name = served_name(resolve_model(DEFAULT_MODEL))
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tdm-")))
+        if name == "tandem":
+            config = directory / "cluster.yaml"
+            config.write_text(_cluster_yaml(timing, policy))
+            url = stack.enter_context(started_cluster(["--config", str(config)], directory / "serve.log"))
+            yield Front(Endpoint(url, model_name), _router_process(url), ())
+            return
+        urls = stack.enter_context(mock_servers(NUM_WORKERS, *timing, directory))
+        command = [str(routers / name), *(["launch"] if name == "sglang-router" else [])]
+        command += ["--host", "127.0.0.1", "--port", "{port}", "--worker-urls", *urls, *PEER_FLAGS]
+        command += ["--prometheus-port", str(free_port())]
+        dialect: Dialect = "openai"
+        url = stack.enter_context(started_peer(PeerServer(name, tuple(command), dialect), directory / "router.log"))
+        yield Front(Endpoint(url, DEFAULT_MODEL, dialect), _router_process(url), urls)
+
+
+def _cluster_yaml(timing: tuple[str, str], policy: str) -> str:
+    prefill_ms, decode_ms = timing
+    return (
+        f"engine: mock\nmock_prefill_ms: [{prefill_ms}]\nmock_decode_ms: [{decode_ms}]\n"
+        f"prefill: {{workers: 0}}\ndecode: {{workers: 0}}\naggregated: {{workers: {NUM_WORKERS}}}\n"
+        f"router: {{policy: {policy}}}\n"
+    )
+
+
+def _router_process(url: str) -> psutil.Process:
+    """Who listens there."""
+    port = int(url.rpartition(":")[2])
+    for connection in psutil.net_connections("tcp"):
+        address = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and address and address.port == port and connection.pid:
+            return psutil.Process(connection.pid)
+    raise RuntimeError(f"nobody listens on {url}")
+
+
+# --- routing ----------------------------------------------------------------------------------------------------------
+
+
+def routing_row(name: str, run: RoutedRun, spread: Counter[str]) -> str:
+    failed = f"; FAILED {dict(run.failures)}" if run.failures else ""
+    return (
+        f"| {name} | {run.ttft_percentile_ms(0.5):.0f} | {run.ttft_percentile_ms(0.99):.0f} | {run.hit_rate:.0%} | "
+        f"{imbalance(spread, NUM_WORKERS):.2f} |{failed}"
+    )
+
+
+async def measure_routing(front: Front, planned: list[PlannedRequest]) -> tuple[RoutedRun, Counter[str]]:
+    run = await run_workload(front.endpoint, planned)
+    if not front.worker_urls:
+        return run, run.requests_by_worker()
+    return run, Counter({url: (await _counts(url))["requests"] for url in front.worker_urls})
+
+
+async def _counts(url: str) -> dict[str, Any]:
+    async with OpenAiClient(Endpoint(url, "", "openai")) as client:
+        counts: dict[str, Any] = await client.get_json("/counts")
+        return counts
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a front costs when its workers cost nothing."""
+
+    alone_ms: list[float]
+    requests_per_s: float
+    cpu_us_per_request: float
+
+
+async def measure_cost(endpoint: Endpoint, process: psutil.Process | None, text: str) -> Cost:
+    """Requests one after the other, then `IN_FLIGHT` at a time for some seconds."""
+    async with OpenAiClient(endpoint) as client:
+        request = PlannedRequest(0, 0.0, 1, messages=(ChatMessage("user", text),), shareable_tokens=None)
+        for _ in range(20):
+            await _ask(client, request)
+        alone_ms = [await _ask(client, request) for _ in range(NUM_ALONE)]
+        before = process.cpu_times() if process is not None else None
+        started_s = time.perf_counter()
+        num_done = sum(await asyncio.gather(*(_ask_until(client, request, started_s) for _ in range(IN_FLIGHT))))
+        wall_s = time.perf_counter() - started_s
+        cpu_s = 0.0
+        if process is not None and before is not None:
+            after = process.cpu_times()
+            cpu_s = after.user + after.system - before.user - before.system
+    return Cost(alone_ms, num_done / wall_s, cpu_s / num_done * 1e6)
+
+
+async def _ask(client: OpenAiClient, request: PlannedRequest) -> float:
+    """Milliseconds. Raises RuntimeError for an answer that is none."""
+    capture = StreamCapture()
+    await client.send(request, capture)
+    if capture.failure or capture.http_status != 200:
+        raise RuntimeError(f"status {capture.http_status} {capture.failure} {capture.detail}")
+    return (capture.ended_s - capture.sent_s) * 1000
+
+
+async def _ask_until(client: OpenAiClient, request: PlannedRequest, started_s: float) -> int:
+    num_done = 0
+    while time.perf_counter() - started_s < THROUGHPUT_S:
+        await _ask(client, request)
+        num_done += 1
+    return num_done
+
+
+def cost_row(name: str, cost: Cost, direct: Cost) -> str:
+    def quantile(values: Sequence[float], percent: int) -> float:
+        return statistics.quantiles(values, n=100)[percent - 1]
+
+    added = [quantile(cost.alone_ms, share) - quantile(direct.alone_ms, share) for share in (50, 99)]
+    per_core = f"{1e6 / cost.cpu_us_per_request:,.0f}" if cost.cpu_us_per_request else "-"
+    return (
+        f"| {name} | {added[0]:.2f} | {added[1]:.2f} | {cost.requests_per_s:,.0f} | {cost.cpu_us_per_request:.0f} | "
+        f"{per_core} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--routers", type=Path, required=True, help="folder with vllm-router and sglang-router")
+    parser.add_argument("--only", action="append", choices=ROUTERS, help="may be repeated; default: all")
+    parser.add_argument("--part", action="append", choices=("routing", "cost"), help="default: both")
+    parser.add_argument("--rate", type=float, default=14.0, help="requests a second of the routing part")
+    parser.add_argument("--documents", type=int, default=50)
+    parser.add_argument("--prompt-words", type=int, default=200, help="of the cost part")
+    parser.add_argument("--policy", default="cache_aware", help="of our router")
+    arguments = parser.parse_args()
+    names = arguments.only or ROUTERS
+    words = single_token_words(load_tokenizer(resolve_model(DEFAULT_MODEL)))
+    parts = arguments.part or ["routing", "cost"]
+    if "routing" in parts:
+        compare_routing(names, arguments, words)
+    if "cost" in parts:
+        compare_cost(names, arguments, " ".join(words[: arguments.prompt_words]))
+
+
+def compare_routing(names: Sequence[str], arguments: argparse.Namespace, words: list[str]) -> None:
+    planned = documents(
+        words,
+        Traffic(arguments.rate),
+        num_documents=arguments.documents,
+        times_each=6,
+        document_tokens=2000,
+        own_tokens=40,
+    )
+    print("| router | TTFT p50 ms | p99 ms | cached | max/mean |\n|---|---|---|---|---|")
+    for name in names:
+        with started_front(name, arguments.routers, ("8,0.1,1e-6", "12,0.15,1e-5"), arguments.policy) as front:
+            run, spread = asyncio.run(measure_routing(front, planned))
+        print(routing_row(name, run, spread), flush=True)
+
+
+def compare_cost(names: Sequence[str], arguments: argparse.Namespace, text: str) -> None:
+    print("| router | added p50 ms | added p99 ms | requests/s | CPU us/request | requests/s/core |")
+    print("|---|---|---|---|---|---|")
+    with (
+        tempfile.TemporaryDirectory(prefix="tdm-") as directory,
+        mock_servers(1, NO_TIME, NO_TIME, Path(directory)) as urls,
+    ):
+        direct = asyncio.run(measure_cost(Endpoint(urls[0], DEFAULT_MODEL, "openai"), None, text))
+    print(
+        f"| (a mock server alone) | {json.dumps(round(statistics.median(direct.alone_ms), 2))} in all | "
+        f"| {direct.requests_per_s:,.0f} | | |"
+    )
+    for name in names:
+        with started_front(name, arguments.routers, (NO_TIME, NO_TIME), arguments.policy) as front:
+            cost = asyncio.run(measure_cost(front.endpoint, front.process, text))
+        print(cost_row(name, cost, direct), flush=True)
+
+
+if __name__ == "__main__":
+    main()

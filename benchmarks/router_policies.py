@@ -1,0 +1,83 @@
+"""Our routing policies against each other on mock workers, same traffic, one after the other in one run.
+
+    python -m benchmarks.router_policies                      documents and chats on 4 prefill + 4 decode workers
+    python -m benchmarks.router_policies --workload system    one shared system prompt on 8 + 4
+
+Time to first token, cache hits, spread over the prefill workers (the busiest one's requests over the mean), least share
+of one, prompts that a decode worker computed itself, and for chats how many turns stayed with the worker of the turn
+before. A quiet machine gives the workers' own times; a busy one
+adds to every policy alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.cluster_under_test import started_cluster
+from benchmarks.openai_client import Endpoint
+from benchmarks.routed_run import RoutedRun, imbalance, run_workload
+from benchmarks.routing_workloads import Traffic, chats, documents, shared_system_prompt, single_token_words
+from benchmarks.workload import PlannedRequest
+from cluster.model_files import DEFAULT_MODEL, resolve_model, served_name
+from cluster.tokenizer import load_tokenizer
+
+POLICIES = ("round_robin", "power_of_two", "session", "least_loaded", "cache_aware")
+WORKLOADS = ("documents", "chats", "system")
+NUM_PREFILL = {"documents": 4, "chats": 4, "system": 8}
+
+
+def plan(workload: str, words: list[str], rate_per_s: float, scale: float) -> list[PlannedRequest]:
+    """`scale` 1 is some 40 s of traffic at 9 requests a second."""
+    traffic = Traffic(rate_per_s)
+    if workload == "documents":
+        return documents(
+            words, traffic, num_documents=int(60 * scale), times_each=6, document_tokens=2000, own_tokens=40
+        )
+    if workload == "chats":
+        return chats(words, traffic, num_chats=int(40 * scale), num_turns=9, first_tokens=600, turn_tokens=60)
+    return shared_system_prompt(words, traffic, num_requests=int(360 * scale), system_tokens=2000, own_tokens=200)
+
+
+def row(policy: str, workload: str, run: RoutedRun, planned: list[PlannedRequest]) -> str:
+    counts = run.requests_by_worker()
+    prefills = Counter({worker: count for worker, count in counts.items() if worker.startswith("prefill")})
+    num_workers = NUM_PREFILL[workload]
+    least = min(prefills.values(), default=0) / max(1, prefills.total()) if len(prefills) == num_workers else 0.0
+    stayed = f"{run.share_that_stayed(planned):.0%}" if workload == "chats" else "-"
+    local = sum(count for worker, count in counts.items() if worker.startswith("decode"))
+    failed = f"; FAILED {dict(run.failures)}" if run.failures else ""
+    return (
+        f"| {workload} | {policy} | {run.ttft_percentile_ms(0.5):.0f} | {run.ttft_percentile_ms(0.99):.0f} | "
+        f"{run.hit_rate:.0%} | {imbalance(prefills, num_workers):.2f} | {least:.0%} | {local} | {stayed} |{failed}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated; default: all")
+    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be repeated; default: all")
+    parser.add_argument("--rate", type=float, default=9.0, help="requests a second")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
+    arguments = parser.parse_args()
+    model = resolve_model(DEFAULT_MODEL)
+    words = single_token_words(load_tokenizer(model))
+    print("| workload | policy | TTFT p50 ms | p99 ms | cached | max/mean | least | local | stayed |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for workload in arguments.workload or WORKLOADS:
+        planned = plan(workload, words, arguments.rate, arguments.scale)
+        for policy in arguments.policy or POLICIES:
+            flags = ["--engine", "mock", "--prefill", str(NUM_PREFILL[workload]), "--decode", "4", "--policy", policy]
+            with (
+                tempfile.TemporaryDirectory(prefix="tdm-") as directory,
+                started_cluster(flags, Path(directory) / "serve.log") as url,
+            ):
+                run = asyncio.run(run_workload(Endpoint(url, served_name(model)), planned))
+            print(row(policy, workload, run, planned), flush=True)
+
+
+if __name__ == "__main__":
+    main()
