@@ -68,6 +68,7 @@ class WorkerSettings(BaseModel):
     speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = Field(
         default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
     )
+    draft_model: str = Field(default="", description="path of the model that guesses, for speculation `draft`")
     num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
     num_threads: int = Field(default=1, ge=1, description="compute threads")
     seed: int = 0

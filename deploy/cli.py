@@ -109,9 +109,12 @@ def serve(
     backend: Backend = None,
     quantization: Quantization = None,
     speculation: Annotated[
-        str | None, typer.Option(help="off, auto, ngram, suffix, eagle or medusa: guess and verify tokens")
+        str | None, typer.Option(help="off, auto, ngram, suffix, draft, eagle or medusa: guess and verify tokens")
     ] = None,
     num_drafts: Annotated[int | None, typer.Option(help="guesses in one step of one sequence, at most", min=1)] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="for speculation draft: a smaller model of the same vocabulary")
+    ] = None,
     prefill: Count = None,
     decode: Count = None,
     aggregated: Count = None,
@@ -156,7 +159,7 @@ def serve(
 
     flags = {
         "model": model, "engine": engine, "dtype": dtype, "backend": backend, "quantization": quantization,
-        "speculation": speculation, "num_drafts": num_drafts,
+        "speculation": speculation, "num_drafts": num_drafts, "draft_model": draft_model,
         "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,
         "prefill.num_threads": num_threads, "decode.num_threads": num_threads, "aggregated.num_threads": num_threads,
         "transports": tuple(transport.split(",")) if transport else None, "min_bandwidth": min_bandwidth,

@@ -158,6 +158,7 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
         backend=config.backend,
         quantization=config.quantization,
         speculation=config.speculation,
+        draft_model=config.draft_model,
         num_drafts=config.num_drafts,
         listen=target,
         runtime_dir=shared.runtime_dir,

@@ -19,7 +19,6 @@ from deploy.yaml_settings import YamlSettingsError, load_yaml_settings
 
 DEFAULT_CLUSTER_FILE = Path(__file__).parent / "clusters" / "laptop.yaml"
 MAX_POOL_WORKERS = 1024
-SPECULATION_HERE = ("off", "auto", "ngram", "suffix", "medusa", "eagle")
 
 
 class Section(BaseModel):
@@ -108,6 +107,7 @@ class ClusterConfig(Section):
     backend: Literal["auto", "torch", "native", "triton"] = "auto"
     quantization: Literal["none", "int8", "int4", "fp8", "gguf"] = "none"
     speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = "off"
+    draft_model: str = Field(default="", description="the model that guesses, for speculation `draft`")
     num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
     transports: tuple[str, ...] = Field(
         default=("shm", "tcp"),
@@ -140,10 +140,8 @@ class ClusterConfig(Section):
             raise ValueError("prefill workers need decode workers: set decode.workers, or prefill.workers to 0")
         if self.decode.workers and not self.prefill.workers and self.router.prefill_fallback == "deny":
             raise ValueError("decode workers may not prefill (router.prefill_fallback: deny): set prefill.workers")
-        if self.speculation not in SPECULATION_HERE:
-            raise ValueError(
-                f"speculation {self.speculation} is not there yet: this version has {', '.join(SPECULATION_HERE)}"
-            )
+        if self.speculation == "draft" and not self.draft_model:
+            raise ValueError("speculation draft needs a model that guesses: set draft_model")
         return self
 
 

@@ -9,13 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.identity import RequestId
+from cluster.sampling_params import SamplingParams
 from engine.draft import Draft
 
 
 class Drafter(Protocol):
     """Guesses for many requests. Called from the engine thread; forgets a request when told, never by itself.
 
-    Implementations: `ngram.NgramDrafter`, `suffix.SuffixDrafter`, `eagle.EagleDrafter`, `medusa.MedusaDrafter`.
+    Implementations: `ngram.NgramDrafter`, `suffix.SuffixDrafter`, `eagle.EagleDrafter`, `medusa.MedusaDrafter`,
+    `draft_model.DraftModelDrafter`.
     """
 
     name: str
@@ -50,4 +52,13 @@ class ReadsHiddenStates(Protocol):
 
         The array is the caller's and changes later.
         """
+        ...
+
+
+@runtime_checkable
+class FollowsSampling(Protocol):
+    """A drafter that guesses with the request's own temperature, filters, penalties and noise."""
+
+    def starts(self, request_id: RequestId, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Before `begin`: how the target samples this request."""
         ...

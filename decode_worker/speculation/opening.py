@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from cluster.errors import StartupError
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.draft import Drafter
+from decode_worker.speculation.draft_model import open_draft_model
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.speculator import OFF, DraftingSpeculator
 from decode_worker.speculation.step_costs import measure_step_costs
@@ -20,7 +20,7 @@ AUTO_DRAFTER = "suffix"
 
 
 def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> DraftingSpeculator | None:
-    """None when speculation is off. Measures steps on the runner; raises `StartupError` for drafters not there."""
+    """None when speculation is off. Measures steps on the runner. Raises `StartupError` for one that cannot run."""
     if settings.speculation == OFF:
         return None
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
@@ -29,12 +29,11 @@ def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> DraftingSpe
     if settings.speculation == "eagle" or settings.speculation == "medusa":
         trained = open_trained(settings.speculation, settings, built.config)
         drafters, draft_ms = {default: trained}, {default: measure_guess_ms(trained, built.config.hidden_size)}
+    elif settings.speculation == "draft":
+        drafter, own = open_draft_model(settings, built.config)
+        drafters = {default: drafter}
+        draft_ms = {default: measure_step_costs(own.runner, own.memory.num_blocks, settings.block_tokens).step_ms[0]}
     elif settings.speculation != "auto":
-        if default not in drafters:
-            raise StartupError(
-                f"speculation {default} is not there yet: there are off, auto, {', '.join(drafters)}, eagle, medusa",
-                param="speculation",
-            )
         drafters = {default: drafters[default]}
     costs = measure_step_costs(built.runner, built.memory.num_blocks, settings.block_tokens)
     measured = {"rows": costs.rows, "step_ms": costs.step_ms, "guess_ms": draft_ms}

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cluster.errors import InvalidRequest, shown
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
-from decode_worker.speculation.draft import Drafter, ReadsHiddenStates
+from decode_worker.speculation.draft import Drafter, FollowsSampling, ReadsHiddenStates
 from decode_worker.speculation.gate import GateState, StepCosts, after_step, num_drafts_now
 from engine.draft import NO_DRAFT, Draft
 from engine.drafting import NoDraftReason
@@ -151,6 +151,9 @@ class DraftingSpeculator:
         if record is None:
             drafter = self._drafters.get(request.sampling.speculation, self._default)
             record = _Record(drafter, self._costs_of[drafter.name])
+            if isinstance(drafter, FollowsSampling):
+                num_prompt_tokens = len(request.token_ids) - request.num_generated
+                drafter.starts(request.request_id, request.sampling, num_prompt_tokens)
             self._records[request.request_id] = record
         return record
 

@@ -14,6 +14,7 @@ from cluster.errors import InvalidRequest
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from decode_worker.speculation.draft import Drafter
+from decode_worker.speculation.draft_model import DraftModelDrafter
 from decode_worker.speculation.gate import StepCosts
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.speculator import DraftingSpeculator
@@ -27,6 +28,7 @@ from tests.engine.hash_runner import VOCAB, HashRunner, expected_tokens, fingerp
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 NUM_DRAFTS = 4
+GUESSING = ("always right", "junk", "sometimes right", "trees", "draft")
 KINDS: list[dict[str, Any]] = [
     GREEDY,
     {"seed": 11},
@@ -127,6 +129,10 @@ def drafter_named(name: str, prompts: list[list[int]], sampling: list[SamplingPa
     randomness = random.Random(5)
     if name == "off":
         return None
+    if name == "draft":  # the model itself
+        return speculator(DraftModelDrafter(HashRunner(48, 4), 48, 4, 256))
+    if name == "draft, small pool":  # of another block size: contexts lose their blocks to each other
+        return speculator(DraftModelDrafter(HashRunner(36, 3), 36, 3, 90))
     if name == "ngram":
         return speculator(NgramDrafter(min_ngram=1))
     if name == "suffix":
@@ -142,7 +148,9 @@ def drafter_named(name: str, prompts: list[list[int]], sampling: list[SamplingPa
     return oracle(prompts, sampling, lambda position: randomness.random() < 0.3)
 
 
-@pytest.mark.parametrize("name", ["off", "ngram", "suffix", "always right", "junk", "sometimes right", "trees"])
+@pytest.mark.parametrize(
+    "name", ["off", "ngram", "suffix", "always right", "junk", "sometimes right", "trees", "draft", "draft, small pool"]
+)
 @pytest.mark.parametrize("max_sequences", [1, 8])
 @pytest.mark.parametrize("chunk", [1, 16, 17])
 def test_tokens_do_not_depend_on_the_drafter(name: str, max_sequences: int, chunk: int) -> None:
@@ -159,7 +167,9 @@ def test_tokens_do_not_depend_on_the_drafter(name: str, max_sequences: int, chun
     assert (counters["speculation_drafts_accepted"] > 0) == (name not in ("junk",))
 
 
-@pytest.mark.parametrize("name", ["suffix", "always right", "junk", "sometimes right", "trees"])
+@pytest.mark.parametrize(
+    "name", ["suffix", "always right", "junk", "sometimes right", "trees", "draft", "draft, small pool"]
+)
 @pytest.mark.parametrize(("num_blocks", "block_tokens", "max_batch_tokens"), [(10, 4, 16), (12, 3, 9), (45, 1, 64)])
 def test_s23_a_preempted_request_has_no_drafts(
     name: str, num_blocks: int, block_tokens: int, max_batch_tokens: int
@@ -177,6 +187,54 @@ def test_s23_a_preempted_request_has_no_drafts(
         assert bench.run(prompts, sampling) == [expected_tokens(*pair) for pair in zip(prompts, sampling, strict=True)]
     assert drafter is not None
     assert drafter.counters()["speculation_drafts_proposed"] > 0
+
+
+def test_s30_after_full_acceptance_the_draft_model_has_read_what_the_target_has() -> None:
+    request_id = RequestId("r0")
+    params = SamplingParams(max_tokens=40, seed=3)
+    tokens = prompt(5)
+    answer = [*tokens, *expected_tokens(tokens, params)]
+    drafter = DraftModelDrafter(HashRunner(16, 4), 16, 4, 64)
+    drafter.starts(request_id, params, len(tokens))
+    drafter.begin(request_id, answer[:6])
+    assert drafter.propose(request_id, 4) == Draft.chain(answer[6:10])
+    assert drafter.num_forward_tokens == 6 + 3
+    drafter.extend(request_id, answer[6:11])  # all of them, and the target's own
+    assert drafter.propose(request_id, 4) == Draft.chain(answer[11:15])
+    assert drafter.num_forward_tokens == 9 + 2 + 3  # the last guess and the target's token were unread
+    wrong = (answer[11] + 1) % VOCAB
+    drafter.extend(request_id, [wrong])  # the target rejects all: what is behind is written anew
+    guesses = drafter.propose(request_id, 1)
+    assert guesses == Draft.chain(expected_tokens([*answer[:11], wrong], replace(params, max_tokens=7), 6)[:1])
+    assert drafter.num_cached(request_id) == 12
+    drafter.forget(request_id)
+
+
+def test_s26_the_draft_model_stops_at_its_own_context() -> None:
+    request_id, params = RequestId("r0"), SamplingParams(max_tokens=40, **GREEDY)
+    drafter = DraftModelDrafter(HashRunner(16, 4), 16, 4, 12)
+    drafter.starts(request_id, params, 10)
+    drafter.begin(request_id, prompt(10))
+    assert len(drafter.propose(request_id, 4)) == 2
+    drafter.extend(request_id, [1, 2])
+    assert len(drafter.propose(request_id, 4)) == 0
+
+
+def test_s13_an_end_that_is_only_guessed_ends_the_guessing_alone() -> None:
+    tokens = prompt(6)
+    plain = expected_tokens(tokens, SamplingParams(max_tokens=20, **GREEDY))
+    stop = next(token for token in range(VOCAB) if token not in plain)
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(stop,), **GREEDY)
+    answers = {"r0": [*tokens, *(stop if index % 5 == 1 else token for index, token in enumerate(plain))]}
+
+    class Ends(OracleDrafter):
+        def propose(self, request_id: RequestId, num_drafts: int) -> Draft:
+            known = self._known[request_id]
+            return Draft.chain(answers["r0"][len(known) : len(known) + num_drafts])
+
+    with EngineBench(speculator=speculator(Ends(answers))) as bench:
+        assert bench.run([tokens], [sampling]) == [plain]
+        assert bench.sink.of("r0")[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_s18_drafts_take_no_token_from_a_prompt_and_preempt_nobody() -> None:

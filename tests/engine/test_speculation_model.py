@@ -11,6 +11,7 @@ from cluster.errors import StartupError
 from cluster.sampling_params import SamplingParams
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.draft import Drafter
+from decode_worker.speculation.draft_model import open_draft_model
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.opening import open_speculator
 from decode_worker.speculation.speculator import DraftingSpeculator
@@ -23,6 +24,7 @@ from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits
 from engine.runner_factory import BuiltRunner, build_runner
 from tests.engine.engine_bench import DEADLINE_S, Collector, make_request
+from tests.engine.tiny_models import random_model, save_gguf
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
@@ -89,7 +91,27 @@ def test_s10_tokens_in_float32_are_those_without_drafts(built: BuiltRunner, sett
     assert tokens_with(built, settings, opened) == plain
 
 
-def test_s34_a_drafter_that_is_not_there_fails_at_the_start(built: BuiltRunner, settings: WorkerSettings) -> None:
+def test_s34_a_drafter_that_cannot_run_fails_at_the_start(
+    built: BuiltRunner, settings: WorkerSettings, tmp_path: Path
+) -> None:
     assert open_speculator(settings, built) is None
-    with pytest.raises(StartupError, match="draft is not there yet"):
-        open_speculator(settings.model_copy(update={"speculation": "draft"}), built)
+    draft = settings.model_copy(update={"speculation": "draft"})
+    with pytest.raises(StartupError, match="name one with --draft-model"):
+        open_speculator(draft, built)
+    other = save_gguf(random_model("llama"), tmp_path / "tiny.gguf")
+    with pytest.raises(StartupError, match=r"has 160 tokens and the model 49152: take one of the same"):
+        open_speculator(draft.model_copy(update={"draft_model": str(other)}), built)
+    alike = save_gguf(random_model("llama", vocab_size=49152), tmp_path / "alike.gguf")
+    with pytest.raises(StartupError, match="token 0 is"):
+        open_speculator(draft.model_copy(update={"draft_model": str(alike)}), built)
+
+
+def test_the_model_itself_as_draft_model_is_always_right(built: BuiltRunner, settings: WorkerSettings) -> None:
+    plain = tokens_with(built, settings, None)
+    own, draft = open_draft_model(settings.model_copy(update={"draft_model": settings.model}), built.config)
+    speculator = DraftingSpeculator({"draft": own}, "draft", 4, None)
+    assert tokens_with(built, settings, speculator) == plain
+    counters = speculator.counters()
+    # Only the last guesses of a request are dropped: its length ends in the middle of them.
+    assert counters["speculation_accepted_at_1"] == counters["speculation_proposed_at_1"] > 40
+    draft.memory.close()
