@@ -5,6 +5,8 @@ Also this worker's side of the handshake: each connection gets its own nonce, wh
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tandem.v1 import handoff_pb2
 
 from cluster.worker_counters import WorkerCounters
@@ -64,8 +66,8 @@ class DecodeHandshake:
     def hello(self, peer: str) -> handoff_pb2.Hello:
         return make_hello(self._identity, self._ends.offers(), self._ends.new_session(peer), self._max_credit_bytes)
 
-    def goodbye(self, hello: handoff_pb2.Hello) -> None:
-        self._ends.gate.revoke(hello.session_nonce)
+    def goodbye(self, hello: handoff_pb2.Hello, on_silent: Callable[[], None]) -> None:
+        self._ends.gate.end_session(hello.session_nonce, on_silent)
 
     def mismatches(self, answer: handoff_pb2.HelloAck) -> list[handoff_pb2.Mismatch]:
         if answer.accepted:

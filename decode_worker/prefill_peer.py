@@ -72,12 +72,14 @@ class TransferListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerLink:
-    """What one handshake agreed on."""
+    """What one handshake agreed on, until its stream ends. `silent` is set after that, once nothing of the link can
+    land any more."""
 
     incarnation: Incarnation
     transport: str
     transport_reason: str
     measured_gb_per_s: float
+    silent: asyncio.Event
 
 
 class Handshake(Protocol):
@@ -85,8 +87,9 @@ class Handshake(Protocol):
 
     def hello(self, peer: str) -> handoff_pb2.Hello: ...
 
-    def goodbye(self, hello: handoff_pb2.Hello) -> None:
-        """That connection is over: what its Hello allowed is void."""
+    def goodbye(self, hello: handoff_pb2.Hello, on_silent: Callable[[], None]) -> None:
+        """That connection is over: what its Hello allowed is void, and its KV connections are broken. `on_silent` is
+        called, from any thread, when nothing of them can land any more."""
         ...
 
     def mismatches(self, answer: handoff_pb2.HelloAck) -> list[handoff_pb2.Mismatch]:
@@ -177,10 +180,12 @@ class PrefillPeer:
             reason=self.reason,
         )
 
-    def hang_up(self, reason: str) -> None:
-        """Ends the stream: the peer must let go of everything of ours. It is connected to anew."""
-        self._hang_up_reason = reason
-        self._retry_now.set()
+    def hang_up(self, link: PeerLink, reason: str) -> None:
+        """Ends the stream of this link, unless another has taken its place: the peer must let go of everything of ours.
+        It is connected to anew."""
+        if self.link is link:
+            self._hang_up_reason = reason
+            self._retry_now.set()
 
     def retire(self) -> None:
         """Membership lists it no more: what runs on its stream goes on, but a broken stream is the end."""
@@ -227,11 +232,12 @@ class PrefillPeer:
         """Returns when the peer ends the stream; raises when it breaks or falls silent."""
         async with self._open_channel(self.address) as channel:
             stream = handoff_pb2_grpc.PrefillWorkerStub(channel).Handoff()  # type: ignore[call-arg]  # written to later
-            hello = self._handshake.hello(self.worker_id)
+            hello, silent = self._handshake.hello(self.worker_id), asyncio.Event()
+            loop = asyncio.get_running_loop()
             try:
                 # No `wait_for`: its task and what it raises hold each other, and with them the stream.
                 async with asyncio.timeout(self._timing.handshake_timeout_s):
-                    self.link = await self._shake_hands(stream, hello)
+                    self.link = await self._shake_hands(stream, hello, silent)
                 await self._enter(PeerState.READY, self.link.transport_reason)
                 logger.info(
                     "prefill worker %s (%s) ready: transport %s, %.2f GB/s: %s",
@@ -244,9 +250,9 @@ class PrefillPeer:
                 await first_of(self._read(stream), self._write(stream), self._ping(), self._wait_for_replacement())
             finally:
                 stream.cancel()
-                self._handshake.goodbye(hello)
+                self._handshake.goodbye(hello, lambda: _set_from_thread(loop, silent))
 
-    async def _shake_hands(self, stream: HandoffCall, hello: handoff_pb2.Hello) -> PeerLink:
+    async def _shake_hands(self, stream: HandoffCall, hello: handoff_pb2.Hello, silent: asyncio.Event) -> PeerLink:
         await stream.write(handoff_pb2.DecodeToPrefill(hello=hello))
         answer = await stream.read()
         if not isinstance(answer, handoff_pb2.PrefillToDecode) or answer.WhichOneof("message") != "hello":
@@ -261,6 +267,7 @@ class PrefillPeer:
             transport=answer.hello.transport,
             transport_reason=answer.hello.transport_reason,
             measured_gb_per_s=answer.hello.measured_gb_per_s,
+            silent=silent,
         )
 
     async def _read(self, stream: HandoffCall) -> None:
@@ -335,6 +342,11 @@ class PrefillPeer:
 
     def _unavailable(self, what: str) -> WorkerUnavailable:
         return WorkerUnavailable(f"prefill worker {self.worker_id}: {what}", stage="prefill")
+
+
+def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    with suppress(RuntimeError):  # the loop has ended, and everybody who waited with it
+        loop.call_soon_threadsafe(event.set)
 
 
 class _Refused(Exception):

@@ -58,7 +58,7 @@ class TransferPeer(Protocol):
         """Raises `WorkerUnavailable`."""
         ...
 
-    def hang_up(self, reason: str) -> None: ...
+    def hang_up(self, link: PeerLink, reason: str) -> None: ...
 
 
 class TransferPeers(Protocol):
@@ -127,6 +127,7 @@ class PromptLanding:
         self._reserving: asyncio.Task[None] | None = None
         self._reservation: Reservation | None = None
         self._peer: TransferPeer | None = None
+        self._links: dict[TransferRef, tuple[TransferPeer, PeerLink]] = {}  # that attempts were asked over
         self._peer_ref: on.PeerRef | None = None
         self._commit: handoff_pb2.Commit | None = None
         self._is_offered = False  # to the engine
@@ -249,9 +250,7 @@ class PromptLanding:
             case on.Fence(ref):
                 self._fence(ref)
             case on.DestroyEndpoint(ref):
-                # The receiver copies: its fence closes when the broken connection's thread has let go.
-                if self._peer is not None:
-                    self._peer.hang_up(f"the end of {ref} did not come")
+                self._spawn(self._destroy_endpoint(ref))
             case on.PublishPrefix(blocks):
                 self._publish(blocks)
             case on.ReleaseBlocks(blocks):
@@ -311,6 +310,8 @@ class PromptLanding:
             self._apply(on.PeerUnavailable(peer_ref, error))
             return
         self._peer, self._peer_ref = peer, peer_ref
+        # Every receiving end of ours copies, or pins what it granted until its sender is done or gone: a closed fence
+        # means that nothing can land any more.
         self._apply(on.PeerReady(peer_ref, CancelGuarantee.FENCED))
 
     def _open(self, ref: TransferRef, destination: tuple[BlockRef, ...], first_block: int) -> None:
@@ -321,7 +322,19 @@ class PromptLanding:
             first_block,
             lambda *_: self._from_thread(self._frame_landed, ref),
         )
-        self._known_peer().register(ref, self)
+        peer = self._known_peer()
+        peer.register(ref, self)
+        if peer.link is not None:
+            self._links[ref] = (peer, peer.link)
+
+    async def _destroy_endpoint(self, ref: TransferRef) -> None:
+        """Breaks the session that the attempt was asked over and waits for its last writer: without a deadline, for
+        these blocks cannot be used before."""
+        if ref in self._links:
+            peer, link = self._links[ref]
+            peer.hang_up(link, f"the end of {ref} did not come")
+            await link.silent.wait()
+        self._apply(on.EndpointDestroyed(ref))
 
     def _ask(self, action: on.SendPrefill) -> None:
         request = self._request

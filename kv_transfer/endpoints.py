@@ -82,7 +82,7 @@ class ReceivingEnds:
         ]
 
     def new_session(self, peer: str) -> bytes:
-        """A nonce that lets this peer's connections in until it is revoked at the gate."""
+        """A nonce that lets this peer's connections in until its session is ended at the gate."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.gate.admit(peer, nonce)
         return nonce

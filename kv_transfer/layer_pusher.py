@@ -203,8 +203,13 @@ class _Poll:
     """Nothing was ordered, but operations are outstanding."""
 
 
-_POLL = _Poll()
-_Order = _Begin | _Post | _AddCredit | _Resend | _Cancel | _Poll
+@dataclass(frozen=True, slots=True)
+class _Destroy:
+    """Break the connection off."""
+
+
+_POLL, _DESTROY = _Poll(), _Destroy()
+_Order = _Begin | _Post | _AddCredit | _Resend | _Cancel | _Poll | _Destroy
 
 
 class LayerPusher:
@@ -235,6 +240,10 @@ class LayerPusher:
     def post(self, order: _Order) -> None:
         self._orders.put(order)
 
+    def destroy(self) -> None:
+        """Breaks the connection off: whatever is posted on it ends, and every session fails."""
+        self._orders.put(_DESTROY)
+
     def close(self) -> None:
         """Ends the thread after what was ordered before, and the connection with it."""
         self._orders.put(None)
@@ -255,6 +264,8 @@ class LayerPusher:
             try:
                 if isinstance(order, _Poll):
                     self._sender.poll()
+                elif isinstance(order, _Destroy):
+                    raise KvTransferFailed("the endpoint was destroyed", stage="transfer")
                 else:
                     self._obey(order)
             except KvTransferFailed as error:

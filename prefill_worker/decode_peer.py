@@ -134,10 +134,12 @@ class DecodePeer:
             self._hang_up_reason.set_result(reason)
 
     async def close(self) -> None:
-        """The peer is gone: every attempt of it ends now and gives its blocks back."""
+        """The peer is gone: every attempt of it ends now and gives its blocks back. A posted operation that would not
+        end by itself ends with the connection."""
         flows = list(self.flows.values())
         for flow in flows:
             flow.peer_gone()
+        self.pusher.destroy()
         await asyncio.gather(*(flow.wait_until_ended() for flow in flows))
         await asyncio.to_thread(self.pusher.close)
 

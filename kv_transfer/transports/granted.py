@@ -117,7 +117,7 @@ class GrantedReceiver:
         self.name = name
         self.address = f"{host}:{server.getsockname()[1]}"
         self._open_endpoint = open_endpoint
-        self._listener = Listener(name, server, gate, sink, self._serve)
+        self._listener = Listener(name, server, gate, sink, self._serve, is_copying=False)
 
     def close(self) -> None:
         self._listener.close()

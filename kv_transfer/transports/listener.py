@@ -30,8 +30,18 @@ class Listener:
     """Owns a listening socket, its accepting thread and the threads of its connections."""
 
     def __init__(
-        self, name: str, server: socket.socket, gate: ConnectionGate, sink: FrameSink, serve: ServeConnection
+        self,
+        name: str,
+        server: socket.socket,
+        gate: ConnectionGate,
+        sink: FrameSink,
+        serve: ServeConnection,
+        *,
+        is_copying: bool = True,
     ) -> None:
+        """`is_copying`: only this side writes into the pool, so that a connection can be broken at any time. Else the
+        sender does, and only its own end says that it has stopped: a broken session asks it to close, and waits."""
+        self._break_by = socket.SHUT_RDWR if is_copying else socket.SHUT_WR
         self._name = name
         self._server = server
         self._gate = gate
@@ -54,7 +64,7 @@ class Listener:
             self._close_wanted.set()
             connections = list(self._connections)
         for end in (self._server, *connections):
-            _shut_down(end)
+            _shut_down(end, socket.SHUT_RDWR)
         self._acceptor.join()
         for thread in self._threads:
             thread.join()
@@ -86,7 +96,7 @@ class Listener:
     def _run_connection(self, connection: socket.socket) -> None:
         peer, reason = None, "closed by the peer"
         try:
-            peer = self._gate.check(connection)
+            peer = self._gate.enter(connection, lambda: _shut_down(connection, self._break_by))
             if peer is None:
                 reason = "no valid greeting"
                 return
@@ -98,6 +108,7 @@ class Listener:
         finally:
             with self._lock:
                 self._connections.discard(connection)
+            self._gate.leave(connection)
             connection.close()
             if peer is None:
                 _log.warning("%s: a connection was refused: %s", self._name, reason)
@@ -105,9 +116,9 @@ class Listener:
                 self._sink.peer_gone(peer, reason)
 
 
-def _shut_down(end: socket.socket) -> None:
-    """Wakes whoever blocks on it."""
+def _shut_down(end: socket.socket, how: int) -> None:
+    """Wakes whoever blocks on it, here or at the other end."""
     try:
-        end.shutdown(socket.SHUT_RDWR)
+        end.shutdown(how)
     except OSError:
         return  # not connected any more

@@ -78,7 +78,7 @@ class ShmDirectReceiver:
         self.address = str(path)
         self._path = path
         self._memory = memory
-        self._listener = Listener(self.name, server, gate, sink, self._serve)
+        self._listener = Listener(self.name, server, gate, sink, self._serve, is_copying=False)
 
     def close(self) -> None:
         self._listener.close()

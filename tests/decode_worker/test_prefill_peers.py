@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,9 @@ class PlainHandshake:
         self.num_open += 1
         return handoff_pb2.Hello(min_protocol=1, max_protocol=1)
 
-    def goodbye(self, hello: handoff_pb2.Hello) -> None:
+    def goodbye(self, hello: handoff_pb2.Hello, on_silent: Callable[[], None]) -> None:
         self.num_open -= 1
+        on_silent()
 
     def mismatches(self, answer: handoff_pb2.HelloAck) -> list[handoff_pb2.Mismatch]:
         return list(answer.mismatches)

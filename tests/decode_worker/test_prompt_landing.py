@@ -56,13 +56,14 @@ class ScriptedPeer:
 
     table: LandingTable
     worker_id: WorkerId = PREFILL
-    link: PeerLink | None = field(default_factory=lambda: PeerLink(Incarnation("p1"), "shm", "", 1.0))
+    link: PeerLink | None = field(default_factory=lambda: PeerLink(Incarnation("p1"), "shm", "", 1.0, asyncio.Event()))
     listeners: dict[TransferRef, TransferListener] = field(default_factory=dict)
     sent: list[handoff_pb2.DecodeToPrefill] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of the frames that count, in the order of their numbers
     blocks: list[int] = field(default_factory=list)  # theirs
     num_posted: int = 0
     is_broken: bool = False
+    hung_up: list[PeerLink] = field(default_factory=list)
 
     def register(self, ref: TransferRef, listener: TransferListener) -> None:
         self.listeners[ref] = listener
@@ -75,8 +76,8 @@ class ScriptedPeer:
             raise WorkerUnavailable("broken")
         self.sent.append(message)
 
-    def hang_up(self, reason: str) -> None:
-        raise AssertionError(reason)
+    def hang_up(self, link: PeerLink, reason: str) -> None:
+        self.hung_up.append(link)
 
     def kinds(self) -> list[str | None]:
         return [message.WhichOneof("message") for message in self.sent]
@@ -148,15 +149,15 @@ class OnePeer:
 class Desk:
     """A pool, a landing table and one request that names the scripted peer twice."""
 
-    def __init__(self) -> None:
-        self.memory = KvMemory(LAYOUT, NUM_BLOCKS)
-        self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_tokens, "test")
+    def __init__(self, limits: ProtocolLimits | None = None, num_blocks: int = NUM_BLOCKS) -> None:
+        self.memory = KvMemory(LAYOUT, num_blocks)
+        self.pool = BlockPool(num_blocks, LAYOUT.block_tokens, "test")
         self.table = LandingTable(self.memory)
         self.reservations = Reservations(self.pool, max_waiting=4)
         self.peer = ScriptedPeer(self.table)
         self.timeline = RequestTimeline(time.monotonic, WorkerId("decode-0"))
         counters = WorkerCounters(WorkerMetrics(new_registry(), "test", "decode-0"))
-        limits = ProtocolLimits(accept_s=0.5, idle_s=2.0, arrival_grace_s=0.2)
+        limits = limits or ProtocolLimits(accept_s=0.5, idle_s=2.0, arrival_grace_s=0.2)
         metrics = DecodeMetrics(counters, Fallbacks())
         self.landings = KvLandings(
             LandingResources(self.reservations, OnePeer(self.peer), self.table, LAYOUT, metrics, limits)
@@ -184,7 +185,7 @@ class Desk:
         await until(lambda: self.landings.num_active == 0, "the landing is over")
         census = self.pool.census()
         assert census.conservation_error == 0
-        assert census.free + census.cached == NUM_BLOCKS
+        assert census.free + census.cached == self.pool.num_blocks
         assert self.table.counts().live == 0
         assert self.peer.listeners == {}
 
@@ -368,6 +369,32 @@ async def test_kv3_blocks_with_a_frame_half_way_are_not_given_away(desk: Desk) -
     assert desk.pool.census().owned == NUM_PROMPT_BLOCKS + 1
     assert "cancel" in desk.peer.kinds()
     desk.table.close_frame(header, None)  # the connection broke: this was the last writer
+    await desk.settled()
+
+
+async def test_kv4_kv62_blocks_of_a_writer_that_does_not_end_stay_out_of_use_until_its_session_is_gone() -> None:
+    """Fenced, then in quarantine, then its own session is broken: not the one that the next attempt runs over."""
+    desk = Desk(ProtocolLimits(accept_s=5.0, idle_s=5.0, drain_s=0.1), num_blocks=4 * NUM_BLOCKS)
+    task, ref = await desk.ask("prefill-0", "prefill-1")
+    desk.peer.accept(ref)
+    header = FrameHeader(ref.transfer_id, ref.epoch, 0, 0, 0, LAYOUT.num_layers, 0, 1, LAYOUT.block_bytes, b"d" * 16)
+    assert desk.table.open_frame(header) is not None  # and its writer stands still
+    first = desk.peer.link
+    assert first is not None
+    desk.peer.link = PeerLink(Incarnation("p2"), "shm", "", 1.0, asyncio.Event())
+    desk.peer.listeners[ref].peer_gone("silent")
+    second = await desk.asked(2)
+    await until(lambda: desk.peer.hung_up == [first], "the first session is broken")
+    assert desk.pool.census().quarantined == NUM_PROMPT_BLOCKS
+    desk.peer.accept(second)
+    for block in range(NUM_PROMPT_BLOCKS):
+        desk.peer.frame(second, block)
+    desk.peer.commit(second)
+    take(desk, await landed(task))
+    assert desk.pool.census().quarantined == NUM_PROMPT_BLOCKS
+    desk.table.close_frame(header, None)
+    first.silent.set()
+    await until(lambda: desk.pool.census().quarantined == 0, "its blocks are free")
     await desk.settled()
 
 

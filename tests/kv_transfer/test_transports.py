@@ -35,6 +35,10 @@ def is_complete(table: LandingTable, transfer_id: TransferId, epoch: int = 1) ->
     return arrived is not None and arrived.is_complete
 
 
+# Only the receiver writes into the pool.
+COPYING_TRANSPORTS = ("shm", "tcp")
+
+
 class Eager:
     """A sender that moves a frame on as soon as it is posted, as the pusher's thread does."""
 
@@ -322,7 +326,7 @@ def test_sb30_garbage_on_the_port_is_refused_and_the_next_peer_is_served(rig: Ri
 def test_a_wrong_or_revoked_nonce_is_refused(rig: Rig) -> None:
     with pytest.raises(KvTransferFailed):
         rig.sender(bytes(32))
-    rig.ends.gate.revoke(rig.nonce)
+    rig.ends.gate.end_session(rig.nonce)
     with pytest.raises(KvTransferFailed):
         rig.sender()
 
@@ -384,3 +388,24 @@ def test_probe_frames_never_reach_the_landing_table(rig: Rig) -> None:
     counts = rig.table.counts()
     assert (counts.frames, counts.stale_frames, counts.refused_frames) == (0, 0, 0)
     sender.close()
+
+
+def test_kv38_a_session_that_ends_breaks_its_connections_and_says_when_nothing_can_land(rig: Rig) -> None:
+    """A one-sided writer is asked to close; where the receiver copies, its silence needs nobody else."""
+    silent = threading.Event()
+    sender = rig.sender()
+    rig.ends.gate.end_session(rig.nonce, silent.set)
+    if rig.transport in COPYING_TRANSPORTS:
+        assert silent.wait(10)
+    else:
+        assert not silent.wait(0.2)
+    sender.close()
+    assert silent.wait(10)
+    with pytest.raises(KvTransferFailed):
+        rig.sender()
+
+
+def test_kv38_a_session_without_connections_is_silent_at_once(rig: Rig) -> None:
+    silent = threading.Event()
+    rig.ends.gate.end_session(rig.nonce, silent.set)
+    assert silent.is_set()
