@@ -51,6 +51,8 @@ THROUGHPUT_S = 8.0
 # Their defaults would send everybody to one worker until it is 64 requests ahead; these are both projects' own advice
 # for small fleets.
 PEER_FLAGS = ("--policy", "cache_aware", "--balance-abs-threshold", "4", "--balance-rel-threshold", "1.1")
+# About a model of 8 billion parameters on one data-centre GPU: coefficients of prefill and of decode.
+ROUTED_TIMING = ("8,0.1,0.000001", "12,0.15,0.00001")
 ROUTERS = ("tandem", "vllm-router", "sglang-router")
 
 
@@ -59,8 +61,16 @@ class Front:
     """A router that answers, and what belongs to it."""
 
     endpoint: Endpoint
-    process: psutil.Process
+    processes: Sequence[psutil.Process]
     worker_urls: Sequence[str]  # of mock servers; ours tells in its timeline where a request went
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRouter:
+    """How ours is run."""
+
+    policy: str
+    num_processes: int
 
 
 @contextlib.contextmanager
@@ -99,16 +109,16 @@ async def _until_all_answer(urls: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def started_front(name: str, routers: Path, timing: tuple[str, str], policy: str) -> Iterator[Front]:
+def started_front(name: str, routers: Path, timing: tuple[str, str], own: OwnRouter) -> Iterator[Front]:
     """The router with its eight workers. `timing`: coefficients of prefill and of decode, as flags have them."""
     model_name = served_name(resolve_model(DEFAULT_MODEL))
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tdm-")))
         if name == "tandem":
             config = directory / "cluster.yaml"
-            config.write_text(_cluster_yaml(timing, policy))
+            config.write_text(_cluster_yaml(timing, own))
             url = stack.enter_context(started_cluster(["--config", str(config)], directory / "serve.log"))
-            yield Front(Endpoint(url, model_name), _router_process(url), ())
+            yield Front(Endpoint(url, model_name), _router_processes(url), ())
             return
         urls = stack.enter_context(mock_servers(NUM_WORKERS, *timing, directory))
         command = [str(routers / name), *(["launch"] if name == "sglang-router" else [])]
@@ -116,26 +126,27 @@ def started_front(name: str, routers: Path, timing: tuple[str, str], policy: str
         command += ["--prometheus-port", str(free_port())]
         dialect: Dialect = "openai"
         url = stack.enter_context(started_peer(PeerServer(name, tuple(command), dialect), directory / "router.log"))
-        yield Front(Endpoint(url, DEFAULT_MODEL, dialect), _router_process(url), urls)
+        yield Front(Endpoint(url, DEFAULT_MODEL, dialect), _router_processes(url), urls)
 
 
-def _cluster_yaml(timing: tuple[str, str], policy: str) -> str:
+def _cluster_yaml(timing: tuple[str, str], own: OwnRouter) -> str:
     prefill_ms, decode_ms = timing
     return (
         f"engine: mock\nmock_prefill_ms: [{prefill_ms}]\nmock_decode_ms: [{decode_ms}]\n"
         f"prefill: {{workers: 0}}\ndecode: {{workers: 0}}\naggregated: {{workers: {NUM_WORKERS}}}\n"
-        f"router: {{policy: {policy}}}\n"
+        f"router: {{policy: {own.policy}, processes: {own.num_processes}}}\n"
     )
 
 
-def _router_process(url: str) -> psutil.Process:
+def _router_processes(url: str) -> list[psutil.Process]:
     """Who listens there."""
     port = int(url.rpartition(":")[2])
-    for connection in psutil.net_connections("tcp"):
-        address = connection.laddr
-        if connection.status == psutil.CONN_LISTEN and address and address.port == port and connection.pid:
-            return psutil.Process(connection.pid)
-    raise RuntimeError(f"nobody listens on {url}")
+    listening = {
+        connection.pid
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+    }
+    return [psutil.Process(pid) for pid in listening if pid is not None]
 
 
 # --- routing ----------------------------------------------------------------------------------------------------------
@@ -174,22 +185,23 @@ class Cost:
     cpu_us_per_request: float
 
 
-async def measure_cost(endpoint: Endpoint, process: psutil.Process | None, text: str) -> Cost:
+async def measure_cost(endpoint: Endpoint, processes: Sequence[psutil.Process], text: str) -> Cost:
     """Requests one after the other, then `IN_FLIGHT` at a time for some seconds."""
     async with OpenAiClient(endpoint) as client:
         request = PlannedRequest(0, 0.0, 1, messages=(ChatMessage("user", text),), shareable_tokens=None)
         for _ in range(20):
             await _ask(client, request)
         alone_ms = [await _ask(client, request) for _ in range(NUM_ALONE)]
-        before = process.cpu_times() if process is not None else None
+        before_s = _cpu_s(processes)
         started_s = time.perf_counter()
         num_done = sum(await asyncio.gather(*(_ask_until(client, request, started_s) for _ in range(IN_FLIGHT))))
         wall_s = time.perf_counter() - started_s
-        cpu_s = 0.0
-        if process is not None and before is not None:
-            after = process.cpu_times()
-            cpu_s = after.user + after.system - before.user - before.system
-    return Cost(alone_ms, num_done / wall_s, cpu_s / num_done * 1e6)
+    return Cost(alone_ms, num_done / wall_s, (_cpu_s(processes) - before_s) / num_done * 1e6)
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
 
 
 async def _ask(client: OpenAiClient, request: PlannedRequest) -> float:
@@ -230,6 +242,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=50)
     parser.add_argument("--prompt-words", type=int, default=200, help="of the cost part")
     parser.add_argument("--policy", default="cache_aware", help="of our router")
+    parser.add_argument("--processes", type=int, default=1, help="of our router, on one port")
     arguments = parser.parse_args()
     names = arguments.only or ROUTERS
     words = single_token_words(load_tokenizer(resolve_model(DEFAULT_MODEL)))
@@ -249,28 +262,30 @@ def compare_routing(names: Sequence[str], arguments: argparse.Namespace, words: 
         document_tokens=2000,
         own_tokens=40,
     )
+    own = OwnRouter(arguments.policy, arguments.processes)
     print("| router | TTFT p50 ms | p99 ms | cached | max/mean |\n|---|---|---|---|---|")
     for name in names:
-        with started_front(name, arguments.routers, ("8,0.1,1e-6", "12,0.15,1e-5"), arguments.policy) as front:
+        with started_front(name, arguments.routers, ROUTED_TIMING, own) as front:
             run, spread = asyncio.run(measure_routing(front, planned))
         print(routing_row(name, run, spread), flush=True)
 
 
 def compare_cost(names: Sequence[str], arguments: argparse.Namespace, text: str) -> None:
+    own = OwnRouter(arguments.policy, arguments.processes)
     print("| router | added p50 ms | added p99 ms | requests/s | CPU us/request | requests/s/core |")
     print("|---|---|---|---|---|---|")
     with (
         tempfile.TemporaryDirectory(prefix="tdm-") as directory,
         mock_servers(1, NO_TIME, NO_TIME, Path(directory)) as urls,
     ):
-        direct = asyncio.run(measure_cost(Endpoint(urls[0], DEFAULT_MODEL, "openai"), None, text))
+        direct = asyncio.run(measure_cost(Endpoint(urls[0], DEFAULT_MODEL, "openai"), (), text))
     print(
         f"| (a mock server alone) | {json.dumps(round(statistics.median(direct.alone_ms), 2))} in all | "
         f"| {direct.requests_per_s:,.0f} | | |"
     )
     for name in names:
-        with started_front(name, arguments.routers, (NO_TIME, NO_TIME), arguments.policy) as front:
-            cost = asyncio.run(measure_cost(front.endpoint, front.process, text))
+        with started_front(name, arguments.routers, (NO_TIME, NO_TIME), own) as front:
+            cost = asyncio.run(measure_cost(front.endpoint, front.processes, text))
         print(cost_row(name, cost, direct), flush=True)
 
 

@@ -29,6 +29,7 @@ class RouterSettings(BaseModel):
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=8000, ge=1, le=65535)
     grpc_port: int = Field(default=0, ge=0, le=65535, description="public gRPC front; 0: off")
+    shares_port: bool = Field(default=False, description="other routers listen on the same ports: SO_REUSEPORT")
     runtime_dir: Path = Field(description="private directory (0700) for sockets of this cluster")
     redis_url: str = ""
     redis_password_file: Path | None = None

@@ -86,7 +86,7 @@ def plan_cluster(config: ClusterConfig, model: Path, runtime_dir: Path) -> Clust
     host = _host_in_url(settings.http_host)
     url = f"http://{host}:{settings.http_port}"
     return ClusterPlan(
-        processes=(*redis, *workers, _router(shared, settings, url)),
+        processes=(*redis, *workers, *_routers(shared, settings, url)),
         make_worker=lambda role, worker_id: _worker(shared, role, dict(_pools(config))[role], worker_id),
         redis=RedisAddress(redis_url, password_file),
         is_complete=pools_probe(url, {role: pool.workers for role, pool in _pools(config) if pool.workers}),
@@ -226,6 +226,14 @@ def _router_settings(shared: _Shared) -> RouterSettings:
         policy=router.policy,
         seed=config.seed,
     )
+
+
+def _routers(shared: _Shared, settings: RouterSettings, url: str) -> Iterator[ProcessSpec]:
+    """One or several on the same ports: the kernel gives each of them its share of the connections."""
+    num_routers = shared.config.router.processes
+    for index in range(num_routers):
+        own = settings.model_copy(update={"router_id": f"router-{index}", "shares_port": num_routers > 1})
+        yield _router(shared, own, url)
 
 
 def _router(shared: _Shared, settings: RouterSettings, url: str) -> ProcessSpec:

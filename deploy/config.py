@@ -42,6 +42,12 @@ class RouterConfig(Section):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535, description="HTTP; 0: any free port")
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="that share the ports; each has its own metrics, explanations and tenant limits",
+    )
     grpc_port: int | None = Field(default=0, ge=0, le=65535, description="gRPC; 0: any free port; null: off")
     served_model_name: str = Field(default="", description="empty: from the model's file name")
     api_keys_file: Path | None = Field(default=None, description="needed on an address that others can reach")

@@ -36,6 +36,9 @@ from router.prefix_index import PrefixIndex
 CONFIDENCE_KEPT = 0.9  # of the old value, for each request
 LOW_CONFIDENCE = 0.3
 RESYNC_AFTER_REQUESTS = 20
+# A worker that was sent prompts for so long and told of no block publishes nothing.
+SILENT_AFTER_S = 10.0
+UNSEEN_HITS_ALERT = 20  # in a row: the worker finds what the index never knew of
 
 _OPS = {
     membership_pb2.KV_EVENT_OP_STORED: EventOp.STORED,
@@ -77,6 +80,9 @@ class _Belief:
     confidence: float = 1.0
     num_low: int = 0  # requests in a row
     num_events: int = 0
+    first_chosen_s: float | None = None
+    is_silent: bool = False  # no events: what it was sent is taken for what it holds
+    num_unseen: int = 0  # hits in a row that nobody predicted
 
 
 class CacheView:
@@ -122,6 +128,7 @@ class CacheView:
         if belief is None or op is None or len(message.block_hashes) % HASH_BYTES:
             return
         belief.num_events += 1
+        belief.is_silent = False
         event = KvEvent(Incarnation(message.incarnation), message.seq, op, _split(message.block_hashes))
         state = self._logs.get(worker_id, LogState())
         self._logs[worker_id], steps = on_event(state, event, self._clock())
@@ -133,6 +140,8 @@ class CacheView:
         for worker_id, state in list(self._logs.items()):
             self._logs[worker_id], steps = on_tick(state, now_s)
             self._carry_out(worker_id, steps)
+        for worker_id, belief in self._beliefs.items():
+            self._notice_silence(worker_id, belief, now_s)
         self._index.sweep()
 
     def match(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> CacheMatch:
@@ -149,13 +158,25 @@ class CacheView:
 
     def chosen(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
         """The worker will hold these blocks soon: siblings that come before its events follow it."""
-        self._index.speculate(worker_id, hashes, self._clock())
+        now_s = self._clock()
+        self._index.speculate(worker_id, hashes, now_s)
+        belief = self._beliefs.get(worker_id)
+        if belief is None:
+            return
+        if belief.first_chosen_s is None and hashes:
+            belief.first_chosen_s = now_s
+        if belief.is_silent:
+            self._index.stored(worker_id, hashes)
 
     def observed(self, worker_id: WorkerId, predicted_tokens: int, reported_tokens: int) -> None:
         """What a worker found in its cache, against what it was believed to hold."""
         belief = self._beliefs.get(worker_id)
-        if belief is None or predicted_tokens <= 0:
+        if belief is None:
             return
+        if predicted_tokens <= 0:
+            self._count_unseen(worker_id, belief, reported_tokens)
+            return
+        belief.num_unseen = 0
         was_right = min(1.0, reported_tokens / predicted_tokens)
         belief.confidence = CONFIDENCE_KEPT * belief.confidence + (1 - CONFIDENCE_KEPT) * was_right
         belief.num_low = belief.num_low + 1 if belief.confidence < LOW_CONFIDENCE else 0
@@ -164,6 +185,20 @@ class CacheView:
             belief.num_low = 0
             belief.confidence = 1.0
             self._carry_out(worker_id, [DropWorker(), AskSnapshot()])
+
+    def _count_unseen(self, worker_id: WorkerId, belief: _Belief, reported_tokens: int) -> None:
+        belief.num_unseen = belief.num_unseen + 1 if reported_tokens > 0 else 0
+        if belief.num_unseen == UNSEEN_HITS_ALERT:
+            _log.error(
+                "a worker finds prefixes that it never told of: are its KV events read?", extra={"peer": worker_id}
+            )
+
+    def _notice_silence(self, worker_id: WorkerId, belief: _Belief, now_s: float) -> None:
+        if belief.is_silent or belief.num_events or belief.first_chosen_s is None:
+            return
+        if now_s - belief.first_chosen_s >= SILENT_AFTER_S:
+            belief.is_silent = True
+            _log.error("a worker publishes no KV events: its cache is guessed", extra={"peer": worker_id})
 
     def status(self) -> Mapping[str, object]:
         """For `/statusz`: the index's size, and each worker's blocks, events and confidence."""
@@ -177,6 +212,8 @@ class CacheView:
                     "blocks": self._index.num_blocks(worker_id),
                     "events": belief.num_events,
                     "confidence": round(belief.confidence, 3),
+                    "is_silent": belief.is_silent,
+                    "unseen_hits": belief.num_unseen,
                 }
                 for worker_id, belief in self._beliefs.items()
             },

@@ -97,13 +97,19 @@ class GrpcFront:
     """The public gRPC server. Owned by the router process."""
 
     def __init__(
-        self, servicer: InferenceService, address: str, max_body_bytes: int, *, offers_reflection: bool = False
+        self,
+        servicer: InferenceService,
+        address: str,
+        max_body_bytes: int,
+        *,
+        offers_reflection: bool = False,
+        shares_port: bool = False,
     ) -> None:
         """Raises `StartupError` when the address is taken."""
         options = [
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.max_metadata_size", 16 * 1024),
-            ("grpc.so_reuseport", 0),
+            ("grpc.so_reuseport", int(shares_port)),
         ]
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
         self._health = cast(Any, health).aio.HealthServicer()  # not in the type stubs

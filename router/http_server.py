@@ -61,14 +61,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind_socket(host: str, port: int, flag: str) -> socket.socket:
-    """A listening address of our own. Raises `StartupError` when it is taken or not ours."""
+def bind_socket(host: str, port: int, flag: str, *, shares_port: bool = False) -> socket.socket:
+    """A listening address of our own, or one that other routers share. Raises `StartupError` when it is not free."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio turns Nagle's algorithm off only where the protocol is named; with it on, a body that follows its headers
     # waits 40 ms for the client's delayed acknowledgement.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind((host, port))
         bound.setblocking(False)
         bound.listen(BACKLOG)  # a client that comes while the rest starts waits instead of being refused

@@ -53,9 +53,11 @@ class RouterProcess:
     def __init__(self, settings: RouterSettings) -> None:
         _refuse_open_address(settings)
         self._settings = settings
-        self._socket = bind_socket(settings.http_host, settings.http_port, "--http-port")
+        self._socket = bind_socket(
+            settings.http_host, settings.http_port, "--http-port", shares_port=settings.shares_port
+        )
         if settings.grpc_port:  # gRPC's own words about a busy port come before ours
-            bind_socket(settings.http_host, settings.grpc_port, "--grpc-port").close()
+            bind_socket(settings.http_host, settings.grpc_port, "--grpc-port", shares_port=settings.shares_port).close()
         security = RpcSecurity.from_settings(settings)
         keys = None if settings.api_keys_file is None else read_api_keys(settings.api_keys_file)
         model_path = resolve_model(settings.model)
@@ -113,6 +115,7 @@ class RouterProcess:
             f"{host}:{settings.grpc_port}",
             settings.max_body_bytes,
             offers_reflection=settings.grpc_reflection,
+            shares_port=settings.shares_port,
         )
         await front.start()
         return front

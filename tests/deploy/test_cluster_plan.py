@@ -61,6 +61,18 @@ def test_no_secret_stands_in_a_command_line(runtime_dir: Path) -> None:
     assert "redis" not in [spec.name for spec in plan.processes]
 
 
+def test_several_routers_share_the_ports_under_names_of_their_own(runtime_dir: Path) -> None:
+    plan = plan_cluster(ClusterConfig(router=RouterConfig(port=0, processes=3)), MODEL, runtime_dir)
+    routers = [
+        router_settings.parse_arguments(flags(spec)) for spec in plan.processes if spec.name.startswith("router")
+    ]
+    assert [one.router_id for one in routers] == ["router-0", "router-1", "router-2"]
+    assert len({(one.http_port, one.grpc_port, one.shares_port) for one in routers}) == 1
+    assert routers[0].shares_port
+    alone = plan_cluster(ClusterConfig(router=ANY_PORT), MODEL, runtime_dir).processes[-1]
+    assert not router_settings.parse_arguments(flags(alone)).shares_port
+
+
 def test_grpc_can_be_off(runtime_dir: Path) -> None:
     plan = plan_cluster(ClusterConfig(router=RouterConfig(port=0, grpc_port=None)), MODEL, runtime_dir)
     assert plan.grpc_address == ""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import httpx
 import numpy as np
+import pytest
 from tandem.v1 import membership_pb2
 
 from cluster.block_hash import HashScope, hash_blocks
 from cluster.identity import BlockHash, WorkerId
-from router.cache_view import RESYNC_AFTER_REQUESTS, CacheView, prompt_hashes
+from router.cache_view import RESYNC_AFTER_REQUESTS, SILENT_AFTER_S, UNSEEN_HITS_ALERT, CacheView, prompt_hashes
 from router.prefix_index import PrefixIndex
 from tests.router.conftest import MODEL, StartRouter
 from tests.router.scripted_worker import ScriptedWorker
@@ -63,6 +64,58 @@ def _event(
 
 def _cached(view: CacheView) -> int:
     return view.match(HASHES, 16, len(TOKENS)).tokens.get(W, 0)
+
+
+def test_rt16_a_worker_that_publishes_nothing_is_noticed_within_ten_seconds_and_guessed_from_then_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    view, _, clock = _view()
+    view.chosen(W, HASHES)
+    clock.now_s = SILENT_AFTER_S
+    view.tick()
+    view.tick()
+    assert [record.message for record in caplog.records] == ["a worker publishes no KV events: its cache is guessed"]
+    assert _cached(view) == 0
+    view.chosen(W, HASHES)
+    clock.now_s += 60  # long after what is speculative has expired
+    assert _cached(view) == 159
+    view.on_event(_event(1, HASHES[:1]))
+    assert view.status()["workers"][W]["is_silent"] is False  # type: ignore[index]
+
+
+def test_rt16_a_worker_that_was_sent_nothing_is_not_silent() -> None:
+    view, _, clock = _view()
+    clock.now_s = 10 * SILENT_AFTER_S
+    view.tick()
+    assert view.status()["workers"][W]["is_silent"] is False  # type: ignore[index]
+
+
+def test_rt17_hits_that_nobody_predicted_are_an_alert(caplog: pytest.LogCaptureFixture) -> None:
+    view, _, _ = _view()
+    for _ in range(2 * UNSEEN_HITS_ALERT):
+        view.observed(W, 0, 64)
+    assert len(caplog.records) == 1
+    assert view.status()["workers"][W]["unseen_hits"] == 2 * UNSEEN_HITS_ALERT  # type: ignore[index]
+    view.observed(W, 64, 64)
+    assert view.status()["workers"][W]["unseen_hits"] == 0  # type: ignore[index]
+
+
+def test_rt21_a_cache_that_was_reset_is_empty_in_the_index_at_once() -> None:
+    view, _, _ = _view()
+    view.on_event(_event(1, HASHES))
+    assert _cached(view) == 159
+    view.on_event(_event(2, [], membership_pb2.KV_EVENT_OP_CLEARED))
+    assert _cached(view) == 0
+
+
+def test_rt58_two_routers_that_read_the_same_events_know_the_same() -> None:
+    """Each books and guesses for itself; what workers say is shared, and that is enough for every later hit."""
+    first, second = _view()[0], _view()[0]
+    first.chosen(W, HASHES)
+    assert second.match(HASHES, 16, len(TOKENS)).tokens == {}
+    for view in (first, second):
+        view.on_event(_event(1, HASHES))
+    assert first.match(HASHES, 16, len(TOKENS)) == second.match(HASHES, 16, len(TOKENS))
 
 
 def test_rt24_the_router_hashes_as_the_workers_do() -> None:

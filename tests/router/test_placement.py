@@ -197,6 +197,54 @@ def test_rt8_full_pools_are_avoided_until_all_are_full(name: str) -> None:
     assert _make(name).place(_request(100), snapshot, 0.0).decode in snapshot.decode
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_rt3_every_decode_worker_is_used_also_one_that_comes_late_and_has_not_reported(name: str) -> None:
+    snapshot = _snapshot(1, 4)
+    late = worker("decode-late", Role.DECODE)
+    late.take_report(worker_pb2.LoadReport(), 0.0)  # no slots, no blocks: it has said nothing yet
+    policy, counts, open_bookings = _make(name), Counter[str](), list[Booking]()
+    for number in range(512):
+        decode = [*snapshot.decode, late] if number >= 64 else snapshot.decode
+        request = _request(500, session_key=f"session {number}")
+        placement = policy.place(request, ClusterSnapshot(snapshot.prefill, decode), number / 100)
+        counts[placement.decode.worker_id] += 1
+        open_bookings.append(Booking(placement, 500, 64, number / 100))
+        if len(open_bookings) > 32:
+            open_bookings.pop(0).release()
+    assert len(counts) == 5
+    assert min(counts.values()) >= 0.5 * 512 / 5 * 7 / 8
+
+
+def test_rt38_what_was_booked_on_a_worker_that_left_and_came_back_goes_with_its_old_state() -> None:
+    snapshot = _snapshot(1, 1)
+    placement = LeastLoaded(TimingModel(DEFAULT_PRIOR)).place(_request(), snapshot, 0.0)
+    booking = Booking(placement, 1000, 64, 0.0)
+    again = worker("decode-0", Role.DECODE)  # another incarnation: another state
+    booking.release()
+    booking.release()
+    for state in (again, *snapshot.decode, *snapshot.prefill):
+        assert (state.booked_requests, state.booked_prefills, state.booked_prefill_tokens, state.booked_kv_tokens) == (
+            0, 0, 0, 0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rt40_workers_whose_reports_are_all_old_are_still_asked(name: str) -> None:
+    snapshot = _snapshot(1, 1)
+    for state in (*snapshot.prefill, *snapshot.decode):
+        state.take_report(worker_pb2.LoadReport(total_blocks=1000, free_blocks=1000, queue_ms=9e9), 0.0)
+    assert _make(name).place(_request(), snapshot, 3600.0).decode is snapshot.decode[0]
+
+
+def test_rt61_another_routers_bookings_change_nothing_that_ours_reads() -> None:
+    """Each router has states of its own; of others it sees only what workers report."""
+    ours, theirs = _snapshot(2, 2), _snapshot(2, 2)
+    policy = _make("least_loaded")
+    for number in range(50):
+        Booking(policy.place(_request(), theirs, float(number)), 1000, 64, float(number))
+    assert all(state.booked_requests == 0 for state in (*ours.prefill, *ours.decode))
+
+
 def test_rt37_prefill_is_charged_the_prompt_and_decode_the_kv() -> None:
     snapshot = _snapshot(1, 1)
     placement = LeastLoaded(TimingModel(DEFAULT_PRIOR)).place(_request(1000), snapshot, 0.0)
