@@ -279,6 +279,20 @@ def status(
     asyncio.run(_status(url, api_key, json_output))
 
 
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="the answer's id, or its x-request-id header")],
+    url: Url = DEFAULT_URL,
+    json_output: Annotated[bool, typer.Option("--json", help="everything, for programs")] = False,
+    api_key: ApiKey = "",
+) -> None:
+    """Say why a request was placed where it was: candidates, each term in ms, the choice, and what then happened.
+
+    [dim]tandem explain chatcmpl-2f6c…[/dim]
+    """
+    asyncio.run(_explain(url, api_key, request_id, json_output))
+
+
 @model_app.command("fetch")
 def model_fetch(
     name: Annotated[str, typer.Argument(help="a known name, or owner/name on the Hugging Face hub")] = "",
@@ -304,6 +318,7 @@ def model_fetch(
 def key_create(
     name: Annotated[str, typer.Argument(help="whose key it is; limits and caches are kept apart by it")],
     file: Annotated[Path, typer.Option(help="where its SHA-256 goes: router.api_keys_file")],
+    admin: Annotated[bool, typer.Option(help="it may also look at the cluster and drain workers")] = False,
 ) -> None:
     """Make an API key: it is printed once, the file keeps its SHA-256 only.
 
@@ -311,7 +326,7 @@ def key_create(
     """
     from deploy.api_keys import create_key
 
-    typer.echo(create_key(name, file))
+    typer.echo(create_key(name, file, is_admin=admin))
 
 
 @policy_app.command("check")
@@ -462,6 +477,22 @@ async def _status(url: str, api_key: str, json_output: bool) -> None:
         Console().print(status_tables(answer))
     if errors := conservation_errors(answer):
         raise AnswerFailed("; ".join(errors))
+
+
+async def _explain(url: str, api_key: str, request_id: str, json_output: bool) -> None:
+    import json
+
+    from rich.console import Console
+
+    from deploy.client import ClusterClient
+    from deploy.explanation import explanation_tables
+
+    async with ClusterClient(url, api_key) as client:
+        answer = await client.explain(request_id)
+    if json_output:
+        typer.echo(json.dumps(answer, indent=2))
+    else:
+        Console().print(explanation_tables(answer))
 
 
 def _end(message: str, status: int) -> NoReturn:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from google.protobuf import json_format
@@ -70,6 +71,10 @@ class ClusterClient:
     async def status(self) -> dict[str, Any]:
         """What `/statusz` says."""
         return await self._get("/statusz")
+
+    async def explain(self, request_id: str) -> dict[str, Any]:
+        """What `/explain` says of a request."""
+        return await self._get(f"/explain/{quote(request_id, safe='')}")
 
     async def served_model(self) -> str:
         models = await self._get("/v1/models")

@@ -14,7 +14,10 @@ import grpc
 from google.protobuf.message import Message
 from tandem.v1 import membership_pb2, worker_pb2, worker_pb2_grpc
 
+from cluster.errors import ClientError, WorkerUnavailable, shown
+from cluster.identity import WorkerId
 from cluster.rpc import open_channel
+from cluster.rpc_errors import from_rpc_error
 from cluster.rpc_security import RpcSecurity
 from router.cache_view import CacheView
 from router.generation_service import GenerationService
@@ -23,6 +26,14 @@ from router.worker_registry import WorkerRegistry
 from router.worker_state import WorkerState
 
 STATUS_TIMEOUT_S = 2.0
+
+
+class UnknownWorker(ClientError):
+    """No worker of that name is in the cluster."""
+
+    code = "worker_not_found"
+    http_status = 404
+    grpc_status = grpc.StatusCode.NOT_FOUND
 
 
 class ClusterStatus:
@@ -71,6 +82,22 @@ class ClusterStatus:
             "prefix_index": None if self._cache_view is None else self._cache_view.status(),
             "block_conservation_error": sum(abs(worker["block_conservation_error"]) for worker in workers),
         }
+
+    async def drain(self, worker_id: WorkerId) -> int:
+        """Tells a worker to end when it is idle; how many requests it still has.
+
+        Raises `UnknownWorker`, or `WorkerUnavailable` when it does not answer.
+        """
+        state = next((state for state, _ in self._registry.workers if state.worker_id == worker_id), None)
+        if state is None:
+            raise UnknownWorker(f"no worker {shown(worker_id)}; `tandem status` lists them", param="worker_id")
+        try:
+            async with open_channel(state.control_address, self._security) as channel:
+                stub = worker_pb2_grpc.WorkerAdminStub(channel)
+                answer = await stub.Drain(worker_pb2.DrainRequest(), timeout=STATUS_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise WorkerUnavailable(f"worker {worker_id} does not answer: {from_rpc_error(error).message}") from None
+        return int(answer.in_flight)
 
     async def _worker(self, state: WorkerState, record: membership_pb2.WorkerRecord) -> dict[str, Any]:
         try:

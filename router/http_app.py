@@ -20,12 +20,13 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from cluster import telemetry
-from cluster.errors import ClientError
+from cluster.errors import ClientError, TandemError
+from cluster.identity import WorkerId
 from router.asgi_types import AsgiApp
 from router.cluster_status import ClusterStatus
 from router.decision_log import DecisionLog
 from router.generation_service import GenerationService
-from router.http_errors import error_body
+from router.http_errors import as_tandem_error, error_body, error_headers
 from router.http_generation import GenerationEndpoint
 from router.http_guard import Forbidden, HttpGuard
 from router.http_tokens import TokenEndpoint, TokenService
@@ -74,10 +75,12 @@ def build_http_app(
             Route("/metrics", probes.metrics, methods=["GET"]),
             Route("/statusz", probes.statusz, methods=["GET"]),
             Route("/explain/{request_id}", probes.explain, methods=["GET"]),
+            Route("/workers/{worker_id}/drain", probes.drain, methods=["POST"]),
             Route("/openapi.json", _constant_json(openapi_document(service.limits)), methods=["GET"]),
         ]
     )
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(TandemError, _tandem_error)
     return HttpGuard(app, keys)
 
 
@@ -119,11 +122,17 @@ class _Probes:
         return Response(telemetry.exposition(self._registry), media_type=telemetry.CONTENT_TYPE)
 
     async def statusz(self, request: Request) -> Response:
-        _require_this_machine(request)
+        _require_operator(request)
         return JSONResponse(await self._status.read())
 
+    async def drain(self, request: Request) -> Response:
+        """The worker finishes what it has and ends; nothing new goes to it. A second call changes nothing."""
+        _require_operator(request)
+        in_flight = await self._status.drain(WorkerId(request.path_params["worker_id"]))
+        return JSONResponse({"worker_id": request.path_params["worker_id"], "in_flight": in_flight}, 202)
+
     async def explain(self, request: Request) -> Response:
-        _require_this_machine(request)
+        _require_operator(request)
         explained = self._decisions.explain(request.path_params["request_id"])
         if explained is None:
             raise HTTPException(404, "no such request, or it was too long ago")
@@ -140,7 +149,9 @@ class _Probes:
         }
 
 
-def _require_this_machine(request: Request) -> None:
+def _require_operator(request: Request) -> None:
+    if not request.state.is_operator:
+        raise HTTPException(403, "this needs a key with the word `admin` in its line of the key file")
     if request.client is not None and request.client.host not in _LOOPBACK_CLIENTS:
         raise HTTPException(403, "this page is for the machine that the router runs on")
 
@@ -170,6 +181,12 @@ def _no_such_route(path: str) -> ClientError:
 class _MethodNotAllowed(ClientError):
     code = "method_not_allowed"
     http_status = 405
+
+
+async def _tandem_error(_: Request, raised: Exception) -> Response:
+    error = as_tandem_error(raised)
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(error_body(error), error.http_status, headers, media_type="application/json")
 
 
 async def _http_error(request: Request, raised: Exception) -> Response:

@@ -60,10 +60,12 @@ class HttpGuard:
     def _check(self, scope: Scope) -> None:
         state = scope.setdefault("state", {})
         state["tenant"] = DEFAULT_TENANT
+        state["is_operator"] = self._keys is None  # then only this machine is answered at all
         if self._keys is None:
             _check_loopback(scope)
         elif scope["path"] not in OPEN_PATHS:
-            state["tenant"] = self._keys.tenant_of(header(scope, b"authorization").decode("latin-1"))
+            tenant = self._keys.tenant_of(header(scope, b"authorization").decode("latin-1"))
+            state.update(tenant=tenant, is_operator=tenant in self._keys.operators)
 
 
 def _check_loopback(scope: Scope) -> None:

@@ -1,7 +1,8 @@
 """Who asks: API keys, and the scope in which a tenant's KV blocks may be shared.
 
     key file      one line each: name and SHA-256 of the key (`tandem key create` writes them), then what it may take:
-                  requests_per_s=5 tokens_per_s=20000 max_concurrent=8 weight=2 critical; the keys are nowhere
+                  requests_per_s=5 tokens_per_s=20000 max_concurrent=8 weight=2 critical; `admin`: it may also look at
+                  the cluster and drain workers; the keys themselves are nowhere
     scope         HMAC-SHA256(cluster secret; tenant, client salt), 16 bytes: seeds the first block hash
 
 So another tenant's request cannot hit these blocks, and a client's salt can only narrow what is shared.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -24,6 +25,7 @@ from router.tenant_limits import TenantLimit
 SCOPE_KEY_BYTES = 16
 DEFAULT_TENANT = Tenant("default")
 CRITICAL = "critical"
+ADMIN = "admin"
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,64})\s+(?P<digest>[0-9a-f]{64})(?P<limits>(\s+\S+)*)")
 _LIMIT = re.compile(r"(?P<name>requests_per_s|tokens_per_s|max_concurrent|weight)=(?P<value>\d{1,9}(\.\d{1,6})?)")
 
@@ -40,11 +42,15 @@ class ApiKeys:
     """The digests of the keys that may use this server."""
 
     def __init__(
-        self, tenant_by_digest: Mapping[bytes, Tenant], limits: Mapping[Tenant, TenantLimit] | None = None
+        self,
+        tenant_by_digest: Mapping[bytes, Tenant],
+        limits: Mapping[Tenant, TenantLimit] | None = None,
+        operators: Collection[Tenant] = (),
     ) -> None:
-        """`limits` of those tenants whose lines name some."""
+        """`limits` of those tenants whose lines name some; `operators` may use the admin routes."""
         self._tenant_by_digest = dict(tenant_by_digest)
         self.limits = dict(limits or {})
+        self.operators = frozenset(operators)
 
     @property
     def num_tenants(self) -> int:
@@ -76,6 +82,7 @@ def read_api_keys(path: Path) -> ApiKeys:
         raise StartupError(f"the API key file {path} is open to other users: run `chmod 600 {path}`")
     keys: dict[bytes, Tenant] = {}
     limits: dict[Tenant, TenantLimit] = {}
+    operators: set[Tenant] = set()
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -84,11 +91,14 @@ def read_api_keys(path: Path) -> ApiKeys:
             raise StartupError(f"{path}, line {number}: not `name sha256`; make keys with `tandem key create`")
         tenant = Tenant(match["name"])
         keys[bytes.fromhex(match["digest"])] = tenant
-        if words := match["limits"].split():
+        words = match["limits"].split()
+        if ADMIN in words:
+            operators.add(tenant)
+        if words := [word for word in words if word != ADMIN]:
             limits[tenant] = _limit(words, f"{path}, line {number}")
     if not keys:
         raise StartupError(f"{path} holds no key: make one with `tandem key create NAME --file {path}`")
-    return ApiKeys(keys, limits)
+    return ApiKeys(keys, limits, operators)
 
 
 def _limit(words: Sequence[str], where: str) -> TenantLimit:
@@ -99,7 +109,7 @@ def _limit(words: Sequence[str], where: str) -> TenantLimit:
         if match is None and word != CRITICAL:
             raise StartupError(
                 f"{where}: {shown(word)} is none of requests_per_s=N, tokens_per_s=N, max_concurrent=N, weight=N, "
-                f"{CRITICAL}"
+                f"{CRITICAL}, {ADMIN}"
             )
         if match is not None:
             values[match["name"]] = float(match["value"])

@@ -131,6 +131,7 @@ def test_status_and_generate_without_a_cluster_say_how_to_start_one() -> None:
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     assert_one_line(tandem("status", "--url", url), url, "tandem serve")
     assert_one_line(tandem("generate", "hello", "--url", url), url, "tandem serve")
+    assert_one_line(tandem("explain", "chatcmpl-1", "--url", url), url, "tandem serve")
 
 
 def test_key_is_shown_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
@@ -142,6 +143,8 @@ def test_key_is_shown_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
     assert key not in file.read_text()
     assert file.read_text().startswith("alice ")
     assert file.stat().st_mode & 0o777 == 0o600
+    tandem("key", "create", "olga", "--admin", "--file", str(file))
+    assert file.read_text().splitlines()[1].endswith(" admin")
     assert_one_line(tandem("key", "create", "alice", "--file", str(file)), "alice already")
     assert_one_line(tandem("key", "create", "a b", "--file", str(file)), "'a b'")
 

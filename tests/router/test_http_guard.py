@@ -22,7 +22,8 @@ def _keys() -> ApiKeys:
         {
             hashlib.sha256(KEY.encode()).digest(): Tenant("alice"),
             hashlib.sha256(b"tdm-other").digest(): Tenant("bob"),
-        }
+        },
+        operators=(Tenant("bob"),),
     )
 
 
@@ -65,7 +66,7 @@ async def test_every_response_carries_security_headers(http: httpx.AsyncClient) 
 
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", f"/v1/models/{MODEL}", "/tokenize", "/detokenize",
-    "/readyz", "/metrics", "/statusz", "/explain/x", "/openapi.json", "/nothing",
+    "/readyz", "/metrics", "/statusz", "/explain/x", "/workers/x/drain", "/openapi.json", "/nothing",
 )  # fmt: skip
 DISGUISES = ("{}", "{}/", "/{}", "/x/..{}", "/livez/..{}", "/livez%2f..{}", "{}?key=x", "/LIVEZ{}")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -143,3 +144,32 @@ def test_key_file_is_read_and_its_faults_are_one_line(tmp_path: Path) -> None:
             read_api_keys(_write(tmp_path / name, text, mode))
     with pytest.raises(StartupError, match="cannot read"):
         read_api_keys(tmp_path / "missing")
+
+
+async def test_only_an_admin_key_opens_the_admin_routes(start_router: StartRouter) -> None:
+    router = await start_router(keys=_keys())
+    await router.add_worker(router.new_worker("decode-a"))
+    async with httpx.AsyncClient(base_url=router.url) as http:
+        for method, path in (("GET", "/statusz"), ("GET", "/explain/x"), ("POST", "/workers/decode-a/drain")):
+            plain = await http.request(method, path, headers={"authorization": f"Bearer {KEY}"})
+            assert (plain.status_code, plain.json()["error"]["code"]) == (403, "forbidden")
+            admin = await http.request(method, path, headers={"authorization": "Bearer tdm-other"})
+            assert admin.status_code in (200, 202, 404), admin.text
+
+
+async def test_a_worker_is_drained_by_name(router: RunningRouter, http: httpx.AsyncClient) -> None:
+    answer = await http.post("/workers/decode-0/drain")
+    assert (answer.status_code, answer.json()) == (202, {"worker_id": "decode-0", "in_flight": 0})
+    unknown = await http.post("/workers/nobody/drain")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "worker_not_found")
+    await router.workers[-1].stop()
+    silent = await http.post("/workers/decode-0/drain")
+    assert (silent.status_code, silent.json()["error"]["code"]) == (503, "worker_unavailable")
+
+
+def test_the_word_admin_in_a_key_file_makes_an_operator(tmp_path: Path) -> None:
+    digests = [hashlib.sha256(name.encode()).hexdigest() for name in ("a", "b", "c")]
+    text = f"a {digests[0]} admin\nb {digests[1]} weight=2 admin critical\nc {digests[2]} critical\n"
+    keys = read_api_keys(_write(tmp_path / "keys", text))
+    assert keys.operators == {"a", "b"}
+    assert set(keys.limits) == {"b", "c"}
