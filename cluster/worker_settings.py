@@ -61,6 +61,9 @@ class WorkerSettings(BaseModel):
     block_tokens: int = Field(default=16, ge=1, le=256)
     kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory, at most 1 GiB")
     num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
+    swap_bytes: int = Field(
+        default=256 * 2**20, ge=0, description="host memory for the KV of preempted requests, at most; 0: they restart"
+    )
     max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
     max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
     max_sequences: int = Field(default=64, ge=1, description="sequences in one engine step")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from cluster.errors import EngineFailure, StartupError
@@ -54,6 +56,17 @@ class DeviceKvMemory(KvMemory):
         source, destination = (torch.tensor(slots, device=self.tensor.device) for slots in (sources, destinations))
         moved = self.tensor[source // block_tokens, :, :, :, source % block_tokens]
         self.tensor[destination // block_tokens, :, :, :, destination % block_tokens] = moved
+
+    def save_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """A copy of the blocks' bytes in host memory, `[blocks, block bytes]`."""
+        content = self.tensor[list(blocks)].reshape(len(blocks), -1).cpu()
+        saved: npt.NDArray[np.uint8] = content.view(torch.uint8).numpy()
+        return saved
+
+    def restore_blocks(self, blocks: Sequence[int], saved: npt.NDArray[np.uint8]) -> None:
+        """Writes what `save_blocks` gave into other blocks."""
+        content = torch.from_numpy(saved).view(self.tensor.dtype)
+        self.tensor[list(blocks)] = content.reshape(len(blocks), *self.tensor.shape[1:]).to(self.tensor.device)
 
     def zero(self) -> None:
         """Fills the pool with zeros."""

@@ -41,6 +41,7 @@ from engine.request import (
 from engine.scheduler import ScheduledChunk, Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
 from engine.stop_rules import StopDecision, apply_stop_rules
+from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy
 
 if TYPE_CHECKING:  # the mock engine runs without it
@@ -76,6 +77,7 @@ class Engine:
         policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
         speculator: Speculator | None = None,
         grammars: GrammarCompiler | None = None,
+        swap: SwapSpace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -85,7 +87,8 @@ class Engine:
         self._speculator = speculator
         self._grammars = grammars
         self._uncompiled: list[Sequence] = []  # arrived, and their constraint is still being compiled
-        self._scheduler = Scheduler(pool, limits, policy, speculator)
+        self._swap = swap
+        self._scheduler = Scheduler(pool, limits, policy, speculator, swap)
         self._inbox = Inbox(limits.max_waiting)
         self._sink: OutputSink = _drop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -137,6 +140,17 @@ class Engine:
             batch_size=figures.batch_size if running else 0,
             census=self._pool.census(),
         )
+
+    def counters(self) -> dict[str, float]:
+        """Sums since the start, and what the swap space holds now."""
+        counters: dict[str, float] = {"preemptions": self._scheduler.num_preemptions}
+        if self._swap is not None:
+            counters["preemptions_swapped"] = self._swap.num_saved
+            counters["swapped_in"] = self._swap.num_restored
+            counters["swapped_bytes"] = self._swap.used_bytes
+        if self._speculator is not None:
+            counters.update(self._speculator.counters())
+        return counters
 
     @property
     def is_running(self) -> bool:
@@ -473,6 +487,8 @@ class Engine:
         self._emit()
 
     def _measure(self, plan: StepPlan, num_generated: int, step_s: float) -> None:
+        if self._swap is not None:
+            self._swap.saw_step(sum(chunk.num_rows for chunk in plan.chunks), step_s)
         last, rate = self._figures, num_generated / max(step_s, 1e-9)
         weight = AVERAGE_WEIGHT if last.step_s else 1.0
         self._figures = _StepFigures(

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from cluster.errors import StartupError
 from cluster.kv_layout import ELEMENT_BYTES, KvLayout
@@ -146,6 +147,15 @@ class KvMemory:
         from_blocks, from_offsets = np.divmod(np.asarray(sources), layout.block_tokens)
         to_blocks, to_offsets = np.divmod(np.asarray(destinations), layout.block_tokens)
         slots[to_blocks, :, to_offsets] = slots[from_blocks, :, from_offsets]
+
+    def save_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """A copy of the blocks' bytes, `[blocks, block bytes]`."""
+        saved: npt.NDArray[np.uint8] = self._array.reshape(self.num_blocks, self.layout.block_bytes)[list(blocks)]
+        return saved
+
+    def restore_blocks(self, blocks: Sequence[int], saved: npt.NDArray[np.uint8]) -> None:
+        """Writes what `save_blocks` gave into other blocks."""
+        self._array.reshape(self.num_blocks, self.layout.block_bytes)[list(blocks)] = saved
 
     def zero(self) -> None:
         """Fills the pool with zeros; also makes every page resident."""

@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.grammar_compiler import GrammarCompiler
 from engine.model_executor import ModelExecutor
 from engine.runner_factory import build_runner
+from engine.swap_space import SwapSpace
 from engine.worker_engine import OpenSpeculator, WorkerEngine, engine_limits
 
 # What decides between kernels; a CPU has a hundred more.
@@ -46,9 +47,10 @@ def open_model_engine(
         tap_layers=() if speculator is None else speculator.tap_layers,
     )
     grammars = GrammarCompiler(lambda: load_tokenizer(resolve_model(settings.model)), built.config.vocab_size)
+    swap = SwapSpace(memory, memory.layout.block_bytes, settings.swap_bytes) if settings.swap_bytes else None
     return WorkerEngine(
         kind="real",
-        engine=Engine(executor, pool, limits, speculator=speculator, grammars=grammars),
+        engine=Engine(executor, pool, limits, speculator=speculator, grammars=grammars, swap=swap),
         pool=pool,
         memory=memory,
         config=built.config,

@@ -6,9 +6,10 @@ Its promise:
 - A step never has more than `max_batch_tokens` tokens or `max_sequences` sequences. Sequences with one token to compute
   come first, so a long prompt costs a running stream at most one step of that budget.
 - An admission takes the blocks of the whole sequence so far, and leaves a watermark; a decode takes blocks on demand.
-- When a decode finds no block, the last running sequence in order starts over later, keeps its place, its tokens and
-  (as far as nobody needs the room) its cached blocks. At most one victim for one needy sequence and step. After
-  `MAX_PREEMPTIONS` a sequence comes back only with room for its longest life, and is no victim any more.
+- When a decode finds no block, the last running sequence in order gives way and keeps its place, its tokens and its KV:
+  in host memory where that is faster (`engine.swap_space`), else its cached blocks as far as nobody needs the room. At
+  most one victim for one needy sequence and step. After `MAX_PREEMPTIONS` a sequence comes back only with room for its
+  longest life, and is no victim any more.
 - A request that does not fit now may be passed by at most `MAX_OVERTAKEN` smaller ones.
 - A prompt whose next block another prompt is computing waits for it, and finds it in the cache; the tail behind the
   full blocks is copied (`engine.shared_tail`). So n choices of one prompt cost one prefill and one token each.
@@ -17,7 +18,7 @@ Its promise:
   for every running sequence.
 
 A step costs O(batch), however long the queue is. The scheduler knows no model, no clock and no thread; the pool is the
-only thing it changes beside sequences. A swap to host memory would replace `restart` in `_preempt`.
+only thing it changes beside sequences, and through the swap space the content of blocks that are a sequence's own.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from engine.drafting import NoDraftReason, Speculator
 from engine.request import EngineLimits
 from engine.sequence import NEVER_REFUSED, Sequence, SequenceState
 from engine.shared_tail import SharedTail, find_shared_tail
+from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy, WaitingQueue, order_key
 
 MAX_PREEMPTIONS = 3
@@ -78,6 +80,7 @@ class Scheduler:
         limits: EngineLimits,
         policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
         speculator: Speculator | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
         if limits.max_batch_tokens < limits.max_sequences:
             raise StartupError(
@@ -89,6 +92,8 @@ class Scheduler:
         self._limits = limits
         self._policy = policy
         self._speculator = speculator
+        self._swap = swap
+        self.num_preemptions = 0
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order: the last one is the first victim
 
@@ -120,6 +125,8 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
+        if self._swap is not None:
+            self._swap.drop(sequence)
         blocks, sequence.blocks = sequence.blocks, []
         self._pool.release(blocks)
 
@@ -273,6 +280,8 @@ class Scheduler:
             return False
         sequence.blocks = blocks
         sequence.num_computed = sequence.chain.num_blocks * self._pool.block_tokens
+        if self._swap is not None and sequence in self._swap:
+            sequence.num_computed = self._swap.restore(sequence, sequence.chain.num_blocks)
         return True
 
     def _share_tail(self, sequence: Sequence, plan: StepPlan) -> None:
@@ -332,6 +341,9 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         self.running.remove(victim)
+        self.num_preemptions += 1
+        if self._swap is not None and not victim.wants_prompt_logprobs:  # those come with the prompt's computation
+            self._swap.save(victim, self._pool.block_tokens)  # first: released blocks may be anyone's at once
         self._pool.release(victim.restart())
         victim.state = SequenceState.WAITING
         victim.num_preemptions += 1

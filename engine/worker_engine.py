@@ -82,7 +82,7 @@ class WorkerEngine:
             owned_blocks=census.owned,
             rss_bytes=psutil.Process().memory_info().rss,
             details=self.details,
-            counters=self.speculator.counters() if self.speculator is not None else {},
+            counters=self.engine.counters(),
         )
 
     async def wait_for_failure(self) -> str:

@@ -17,6 +17,7 @@ from engine.engine import Engine
 from engine.grammar_compiler import GrammarCompiler
 from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits, EngineRequest, FinishReason, SequenceOutput
+from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy
 from tests.engine.hash_runner import CONFIG, HashRunner
 
@@ -68,6 +69,7 @@ class EngineBench:
         clock: Any = time.monotonic,
         speculator: Speculator | None = None,
         grammars: GrammarCompiler | None = None,
+        swap_bytes: int = 0,
         **limits: Any,
     ) -> None:
         self.runner = HashRunner(num_blocks, block_tokens)
@@ -76,8 +78,16 @@ class EngineBench:
         self.pool = BlockPool(num_blocks, block_tokens, CONFIG.fingerprint, on_block_freed=self.runner.poison)
         self.limits = EngineLimits(**{"max_model_len": 256, "max_sequences": 16, "max_batch_tokens": 64, **limits})
         executor = ModelExecutor(self.runner, self.limits, block_tokens, self.runner)
+        self.swap = SwapSpace(self.runner, 8 * block_tokens, swap_bytes) if swap_bytes else None
         self.engine = Engine(
-            executor, self.pool, self.limits, policy=policy, speculator=speculator, grammars=grammars, clock=clock
+            executor,
+            self.pool,
+            self.limits,
+            policy=policy,
+            speculator=speculator,
+            grammars=grammars,
+            swap=self.swap,
+            clock=clock,
         )
         self.sink = Collector()
         self.owned_outside = 0  # blocks that the test keeps
@@ -93,6 +103,7 @@ class EngineBench:
             census = self.pool.census()
             assert census.conservation_error == 0
             assert census.owned == self.owned_outside, "blocks leaked"
+            assert self.swap is None or self.swap.used_bytes == 0, "swapped KV leaked"
 
     def permit(self, steps: int) -> None:
         if self.runner.gate is not None:

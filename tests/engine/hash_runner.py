@@ -65,6 +65,12 @@ class HashRunner:
         size = self.block_tokens
         self.kv[destination * size : (destination + 1) * size] = self.kv[source * size : (source + 1) * size]
 
+    def save_blocks(self, blocks: Sequence[int]) -> np.ndarray:
+        return self.kv.reshape(-1, self.block_tokens)[list(blocks)].view(np.uint8)
+
+    def restore_blocks(self, blocks: Sequence[int], saved: np.ndarray) -> None:
+        self.kv.reshape(-1, self.block_tokens)[list(blocks)] = saved.view(np.uint64)
+
     def move_tokens(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         self.kv[list(destinations)] = self.kv[list(sources)]
 
