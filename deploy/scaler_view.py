@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from deploy.autoscaler.decide import Action, PoolDecision
+from deploy.autoscaler.forecast import Forecaster
 from deploy.autoscaler.journal import Entry, EventEntry, PolicyEntry, TickEntry
 from deploy.autoscaler.replay import ReplayedTick
 
@@ -42,6 +43,8 @@ def _tick(entry: TickEntry) -> Iterator[str]:
     if snapshot.ttft_p90_ms:
         stages = ", ".join(f"{stage.value} {value:.0f}" for stage, value in snapshot.ttft_p90_ms.items())
         yield f"    p90 ms: {stages}; itl {snapshot.itl_p90_ms:.0f}"
+    if (expected := entry.decision.forecast) is not None and expected.forecaster is not Forecaster.LAST_VALUE:
+        yield f"    expected: {expected.requests_per_s:.2f} requests/s, by {expected.forecaster.value}"
     for alert in entry.decision.alerts:
         yield f"    alert: {alert}"
     for one in (entry.decision.prefill, entry.decision.decode):

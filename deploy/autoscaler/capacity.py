@@ -69,7 +69,7 @@ def decode_need(demand: Demand, model: CapacityModel, policy: Policy) -> Need:
     """The larger of two needs: KV for all that run at once, and batches within the ITL SLO."""
     if demand.requests_per_s == 0:
         return Need(0, "no arrivals")
-    context = _mean_context(demand)
+    context = mean_context(demand)
     batch = largest_batch(context, model, policy.slo.itl_ms)
     # Little's law: sequences in flight = arrivals x time each one stays.
     in_flight = demand.requests_per_s * demand.output_tokens_per_request * model.tpot_ms(batch, context) / 1000
@@ -96,7 +96,7 @@ def prefill_capacity(demand: Demand, model: CapacityModel, policy: Policy) -> fl
 
 def decode_capacity(demand: Demand, model: CapacityModel, policy: Policy) -> float:
     """Requests a second that one decode worker takes within the SLO."""
-    context = _mean_context(demand)
+    context = mean_context(demand)
     batch = min(
         largest_batch(context, model, policy.slo.itl_ms),
         max(1, int(policy.kv_utilisation * model.kv_tokens / max(context, 1.0))),
@@ -104,7 +104,7 @@ def decode_capacity(demand: Demand, model: CapacityModel, policy: Policy) -> flo
     return 1000 * batch / (max(demand.output_tokens_per_request, 1.0) * model.tpot_ms(batch, context))
 
 
-def _mean_context(demand: Demand) -> float:
+def mean_context(demand: Demand) -> float:
     """KV tokens of a sequence half way through its answer."""
     prompt = demand.uncached_tokens_per_request + demand.cached_tokens_per_request
     return prompt + demand.output_tokens_per_request / 2

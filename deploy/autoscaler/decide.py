@@ -1,8 +1,9 @@
 """The decision of one tick, as a pure function of what was seen, what was decided before, and the policy.
 
 1. Unknown or skewed signals: hold. 2. A hot worker: a routing fault, hold. 3. Each pool's wish: what the demand needs,
-lifted by the stage that TTFT is lost in and by ITL. 4. With a budget: the best split instead. 5. Hysteresis: several
-ticks to grow, the largest wish of minutes to shrink, one at a time and only when one fewer still meets the SLO.
+now or by the forecast, lifted by the stage that TTFT is lost in and by ITL. 4. With a budget: the best split instead.
+5. Hysteresis: several ticks to grow, the largest wish of minutes to shrink, one at a time
+and only when one fewer still meets the SLO.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from deploy.autoscaler.capacity import (
     CapacityModel,
     decode_capacity,
     decode_need,
+    mean_context,
     prefill_capacity,
     prefill_need,
 )
+from deploy.autoscaler.forecast import Forecast, ForecastState, forecast, observe
 from deploy.autoscaler.policy import Policy, PoolBounds
 from deploy.autoscaler.signals import Pool, Snapshot, TtftStage
 
@@ -48,6 +51,7 @@ class Decision:
     prefill: PoolDecision
     decode: PoolDecision
     alerts: tuple[str, ...] = ()
+    forecast: Forecast | None = None  # of the demand; None: it was not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class ScalerState:
     hot_since_s: dict[str, float] = field(default_factory=dict)
     flip_votes: tuple[Pool, ...] = ()  # the pools that would have given a worker, tick by tick
     last_flip_s: float = -math.inf
+    forecast: ForecastState = field(default_factory=ForecastState)
 
     def history(self, pool: Pool) -> PoolHistory:
         return self.prefill if pool is Pool.PREFILL else self.decode
@@ -89,17 +94,28 @@ def decide(
         reason = f"routing fault: {', '.join(sorted(faults))} queues far above the median"
         return _hold(snapshot, reason, alerts=("routing_fault",)), state
 
-    alerts = _alerts(snapshot, policy)
+    alerts = _alerts(snapshot, policy, model)
+    snapshot, state, expected = _look_ahead(snapshot, state, policy)
     if policy.budget.replicas:
         flipped = _flip(snapshot, state, policy, model)
         if flipped is not None:
-            return flipped
+            decision, state = flipped
+            return replace(decision, alerts=alerts, forecast=expected), state
         state = _count_flip_vote(snapshot, state, policy, model)
     decisions = {}
     for pool in Pool:
         decisions[pool], history = _decide_pool(pool, snapshot, state.history(pool), policy, model)
         state = replace(state, prefill=history) if pool is Pool.PREFILL else replace(state, decode=history)
-    return Decision(decisions[Pool.PREFILL], decisions[Pool.DECODE], alerts), state
+    return Decision(decisions[Pool.PREFILL], decisions[Pool.DECODE], alerts, expected), state
+
+
+def _look_ahead(snapshot: Snapshot, state: ScalerState, policy: Policy) -> tuple[Snapshot, ScalerState, Forecast]:
+    """The snapshot with the larger of what comes now and what is expected once a replica started now is ready."""
+    settings, now_per_s = policy.forecast, snapshot.demand.requests_per_s
+    seen = observe(state.forecast, snapshot.now_s, now_per_s, settings.horizon_s, settings.season_s)
+    expected = forecast(seen, settings.method, settings.horizon_s)
+    ahead = replace(snapshot.demand, requests_per_s=max(now_per_s, expected.requests_per_s))
+    return replace(snapshot, demand=ahead), replace(state, forecast=seen), expected
 
 
 def wish(pool: Pool, snapshot: Snapshot, policy: Policy, model: CapacityModel) -> tuple[int, str]:
@@ -201,16 +217,31 @@ def _pressure(pool: Pool, snapshot: Snapshot, policy: Policy) -> str:
     return f"TTFT p90 is above the SLO, most of it {largest.value}" if grows is pool else ""
 
 
-def _alerts(snapshot: Snapshot, policy: Policy) -> tuple[str, ...]:
-    """What no number of replicas mends."""
+def _alerts(snapshot: Snapshot, policy: Policy, model: CapacityModel) -> tuple[str, ...]:
+    """What no number of replicas mends, and what more than the policy allows would be needed for."""
+    alerts = []
     stages = snapshot.ttft_p90_ms
-    if not stages or sum(stages.values()) <= policy.slo.ttft_ms:
-        return ()
-    if stages.get(TtftStage.OWN_COMPUTE, 0.0) > policy.slo.ttft_ms:
-        return ("infeasible_slo",)
-    if max(stages, key=lambda stage: stages[stage]) is TtftStage.EXPOSED_TRANSFER:
-        return ("slow_transfer",)
-    return ()
+    is_slow = bool(stages) and sum(stages.values()) > policy.slo.ttft_ms
+    if (is_slow and stages.get(TtftStage.OWN_COMPUTE, 0.0) > policy.slo.ttft_ms) or _is_infeasible(
+        snapshot, policy, model
+    ):
+        alerts.append("infeasible_slo")
+    elif is_slow and max(stages, key=lambda stage: stages[stage]) is TtftStage.EXPOSED_TRANSFER:
+        alerts.append("slow_transfer")
+    if not snapshot.is_idle:
+        for pool, need in ((Pool.PREFILL, prefill_need), (Pool.DECODE, decode_need)):
+            if need(snapshot.demand, model, policy).replicas > _bounds(pool, policy).max:
+                alerts.append(f"{pool.value}_at_maximum")
+    return tuple(alerts)
+
+
+def _is_infeasible(snapshot: Snapshot, policy: Policy, model: CapacityModel) -> bool:
+    """Whether one prompt alone on a prefill worker, or one sequence alone on a decode worker, is too slow already."""
+    demand = snapshot.demand
+    if demand.requests_per_s == 0:
+        return False
+    alone_ms = model.prefill_ms(demand.uncached_tokens_per_request, demand.cached_tokens_per_request)
+    return alone_ms > policy.slo.ttft_ms or model.tpot_ms(1, mean_context(demand)) > policy.slo.itl_ms
 
 
 def _hot_workers(snapshot: Snapshot, before: dict[str, float], policy: Policy) -> dict[str, float]:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deploy.autoscaler.forecast import Method
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +68,14 @@ class Budget(Section):
     residence_s: float = Field(default=180.0, ge=0, description="time between two role changes")
 
 
+class Forecasting(Section):
+    """Demand ahead of time: a pool grows before the load is there."""
+
+    method: Method = Field(default="auto", description="off, last_value, holt, kalman, seasonal; auto: the best lately")
+    horizon_s: float = Field(default=60.0, gt=0, le=3600, description="how far ahead: a replica's start-up time")
+    season_s: float = Field(default=86_400.0, gt=0, description="what repeats: a day")
+
+
 class Policy(Section):
     """One policy file."""
 
@@ -82,6 +92,7 @@ class Policy(Section):
     scale_up: ScaleUp = Field(default_factory=ScaleUp, description="when a pool grows")
     scale_down: ScaleDown = Field(default_factory=ScaleDown, description="when a pool shrinks")
     budget: Budget = Field(default_factory=Budget, description="replicas shared by both pools")
+    forecast: Forecasting = Field(default_factory=Forecasting, description="demand ahead of time")
     hot_worker_factor: float = Field(default=3.0, gt=1, description="queue over the median's that is a routing fault")
     hot_worker_s: float = Field(default=30.0, ge=0, description="for this long")
     dry_run: bool = Field(default=False, description="decide and log, change nothing")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.decide import Action, ScalerState, decide
-from deploy.autoscaler.policy import Budget, Policy, PoolBounds, ScaleDown
+from deploy.autoscaler.policy import Budget, Forecasting, Policy, PoolBounds, ScaleDown, Slo
+from deploy.autoscaler.policy_file import load_policy
 from deploy.autoscaler.signals import Demand, Pool, PoolSignals, Snapshot, StartingReplica, TtftStage, WorkerLoad
 from tests.deploy.autoscaler.fleet import MODEL, Fleet, demand, workers
 
@@ -256,3 +258,91 @@ def test_the_model_is_the_one_of_the_sweep() -> None:
     model = CapacityModel(1.0, 0.5, 0.001, 2.0, 0.25, 0.0001, 1000, 64)
     assert model.prefill_ms(100, 50) == pytest.approx(1 + 50 + 0.001 * 100 * 100)
     assert model.tpot_ms(8, 100) == pytest.approx(2 + 2 + 0.0001 * 800)
+
+
+def test_a_ramp_is_met_before_it_is_there() -> None:
+    """With the forecast each replica of the same ramp is asked for earlier, and none beyond what it comes to."""
+    first_at: dict[str, list[int]] = {}
+    for method in ("off", "auto"):
+        policy = Policy(forecast=Forecasting(method=method, horizon_s=60.0))
+        cluster = fleet(policy=policy)
+        sizes = []
+        for tick in range(140):
+            cluster.tick(demand(4 + 0.2 * tick, output=10))
+            sizes.append(cluster.total(Pool.PREFILL))
+        assert sizes[-1] == 4
+        first_at[method] = [sizes.index(size) for size in (2, 3, 4)]
+    assert first_at["auto"] < first_at["off"]
+    assert all(early <= late for early, late in zip(first_at["auto"], first_at["off"], strict=True))
+    assert cluster.decisions[-1].forecast is not None
+
+
+def test_a_step_of_arrivals_is_not_taken_for_a_trend() -> None:
+    cluster = fleet(start_s=30.0)
+    for _ in range(100):
+        cluster.tick(demand(8.0, output=10))
+    largest = max(cluster.tick(demand(32.0, output=10)).prefill.wish for _ in range(60))
+    assert largest == cluster.decisions[-1].prefill.wish
+
+
+def test_an_slo_that_one_request_alone_misses_is_infeasible_and_says_so() -> None:
+    slow = Policy(slo=Slo(itl_ms=5.0))  # one sequence alone takes 11 ms a token
+    assert fleet(policy=slow).tick(demand(1.0)).alerts == ("infeasible_slo",)
+    assert fleet(policy=Policy(slo=Slo(ttft_ms=50.0))).tick(demand(1.0)).alerts == ("infeasible_slo",)
+    assert fleet().tick(demand(1.0)).alerts == ()
+
+
+def test_more_than_the_policy_allows_is_an_alert_and_not_a_larger_pool() -> None:
+    cluster = fleet(policy=Policy(prefill=PoolBounds(max=2)))
+    for _ in range(30):
+        cluster.tick(demand(50.0, output=10))
+    assert cluster.total(Pool.PREFILL) == 2
+    assert cluster.decisions[-1].alerts == ("prefill_at_maximum",)
+
+
+@pytest.mark.parametrize("period_ticks", [1, 2, 3, 6, 12, 24])
+def test_f22_two_and_one_never_flap_whatever_the_period(period_ticks: int) -> None:
+    cluster = fleet(prefill=2, start_s=10.0)
+    counts = []
+    for tick in range(1440):  # two hours around the boundary between one replica and two
+        is_high = tick // period_ticks % 2 == 0
+        cluster.tick(demand(12.0 if is_high else 6.0, output=10))
+        counts.append(cluster.total(Pool.PREFILL))
+    changes = [index for index, (left, right) in enumerate(pairwise(counts)) if left != right]
+    assert len(changes) <= 1
+
+
+def test_f22_after_any_removal_minutes_pass_before_the_next() -> None:
+    cluster = fleet(prefill=6, decode=1)
+    for _ in range(400):
+        cluster.tick(IDLE)
+    downs = [number for number, decision in enumerate(cluster.decisions) if decision.prefill.action is Action.DOWN]
+    assert len(downs) == 5
+    assert downs[0] >= POLICY.scale_down.window_s / POLICY.tick_s - 1
+    assert all(right - left >= POLICY.scale_down.cooldown_s / POLICY.tick_s for left, right in pairwise(downs))
+
+
+SHIPPED = Path(__file__).parents[3] / "deploy" / "policies"
+
+
+def _settled(name: str, load: Demand, ticks: int = 200) -> Fleet:
+    cluster = fleet(policy=load_policy(SHIPPED / f"{name}.yaml"), start_s=20.0)
+    for _ in range(ticks):
+        cluster.tick(load)
+    return cluster
+
+
+def test_latency_first_takes_more_replicas_for_the_same_load_than_throughput_first() -> None:
+    load = demand(30.0, uncached=1000, output=100)
+    latency, throughput = _settled("latency-first", load), _settled("throughput-first", load)
+    assert latency.total(Pool.PREFILL) > throughput.total(Pool.PREFILL)
+    assert latency.total(Pool.DECODE) >= throughput.total(Pool.DECODE)
+
+
+def test_cost_capped_never_pays_for_more_than_eight_and_splits_them_by_the_load() -> None:
+    prompts = _settled("cost-capped", demand(200.0, uncached=2000, output=10), ticks=600)
+    answers = _settled("cost-capped", demand(200.0, uncached=50, output=400), ticks=600)
+    for cluster in (prompts, answers):
+        assert cluster.total(Pool.PREFILL) + cluster.total(Pool.DECODE) == 8
+    assert prompts.total(Pool.PREFILL) > prompts.total(Pool.DECODE)
+    assert answers.total(Pool.DECODE) > answers.total(Pool.PREFILL)
