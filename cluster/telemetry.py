@@ -123,11 +123,28 @@ class WorkerMetrics:
             (*names, "peer", "transport"),
             registry=registry,
         )
+        self.drafts_verified = counter("spec_decode_num_drafts", "steps of one sequence that verified drafts")
+        self._draft_tokens = Counter(
+            "tandem_spec_decode_draft_tokens_per_pos",
+            "verified guesses by their distance from the last known token",
+            (*names, "position", "outcome"),
+            registry=registry,
+        )
+        self._no_drafts = Counter(
+            "tandem_spec_decode_no_draft", "decodes without drafts, and why", (*names, "reason"), registry=registry
+        )
         self._bound = values
         self.transfer_time = histogram("kv_transfer_seconds", "first frame to verified", TRANSFER_BOUNDS_S)
         self.transfer_exposed_time = histogram(
             "kv_transfer_exposed_seconds", "prefill ended to verified", TRANSFER_BOUNDS_S
         )
+
+    def drafts_at(self, position: str, outcome: str) -> Counter:
+        """Guesses that were `proposed` or `accepted` at a position, 1 behind the last known token."""
+        return self._draft_tokens.labels(*self._bound, position, outcome)
+
+    def no_drafts(self, reason: str) -> Counter:
+        return self._no_drafts.labels(*self._bound, reason)
 
     def show_links(self, peers: Iterable[worker_pb2.PeerStatus]) -> None:
         """The links that are up now, and no others."""

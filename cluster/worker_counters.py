@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
+from prometheus_client import Counter as PrometheusCounter
 from tandem.v1 import worker_pb2
 
 from cluster.telemetry import WorkerMetrics
+
+NO_DRAFT_PREFIX = "speculation_no_draft_"
 
 
 class WorkerCounters:
@@ -18,6 +22,7 @@ class WorkerCounters:
         self._totals: Counter[str] = Counter()
         self._largest_batch = 0
         self._shown_stale = self._shown_bad = 0
+        self._shown_totals: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -59,6 +64,25 @@ class WorkerCounters:
         metrics.kv_cache_usage.set(1.0 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0)
         metrics.kv_blocks_quarantined.set(load.quarantined_blocks)
         metrics.block_conservation_error.set(conservation_error)
+
+    def show_engine(self, totals: Mapping[str, float]) -> None:
+        """Running totals that the engine keeps, by `Engine.counters`' names."""
+        for name, total in totals.items():
+            counter = self._engine_counter(name)
+            if counter is not None:
+                counter.inc(total - self._shown_totals.get(name, 0.0))
+                self._shown_totals[name] = total
+
+    def _engine_counter(self, name: str) -> PrometheusCounter | None:
+        """The metric of one of the engine's totals; None for what has none."""
+        if name == "preemptions":
+            return self.metrics.preemptions
+        if name == "speculation_steps":
+            return self.metrics.drafts_verified
+        if name.startswith(NO_DRAFT_PREFIX):
+            return self.metrics.no_drafts(name.removeprefix(NO_DRAFT_PREFIX))
+        outcome, _, position = name.removeprefix("speculation_").partition("_at_")
+        return self.metrics.drafts_at(position, outcome) if position else None
 
     def as_numbers(self) -> dict[str, float]:
         with self._lock:

@@ -157,6 +157,7 @@ class DecodeNode:
         record = self._parts.record(self._context)
         record.load.CopyFrom(self.load_report())
         self._counters.show_load(record.load, self._parts.pool.census().conservation_error)
+        self._counters.show_engine(self._parts.engine.counters())
         self._landings.show(self._counters)
         self._counters.metrics.show_links(self._peers.status())
         record.host_id = read_host_id()

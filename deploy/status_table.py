@@ -13,10 +13,12 @@ Status = Mapping[str, Any]
 
 
 def status_tables(status: Status) -> Group:
-    """Pools with load and block conservation, then second choices that were taken, then KV links."""
+    """Pools with load and block conservation, then drafts, second choices that were taken, and KV links."""
     workers = sorted(status.get("workers", ()), key=lambda worker: (worker["role"], worker["worker_id"]))
     parts: list[RenderableType] = [_headline(status, workers), _workers(workers)]
-    parts += [table for table in (_fallbacks(status, workers), _links(workers)) if table.row_count]
+    parts += [
+        table for table in (_speculation(workers), _fallbacks(status, workers), _links(workers)) if table.row_count
+    ]
     return Group(*parts)
 
 
@@ -72,6 +74,41 @@ def _state(worker: Status) -> Text:
 def _usage(load: Status) -> str:
     total, free = int(load.get("total_blocks", 0)), int(load.get("free_blocks", 0))
     return f"{(total - free) / total:.0%} of {total}" if total else "-"
+
+
+def _speculation(workers: list[Status]) -> Table:
+    """How often a guess held by its distance from the last known token, and why decodes went without."""
+    table = Table(title="speculation", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("worker", "tokens/step", "accepted at 1, 2, ...", "no draft"):
+        table.add_column(name)
+    for worker in workers:
+        counters = {name: float(value) for name, value in worker.get("counters", {}).items()}
+        if "speculation_steps" not in counters:
+            continue
+        num_steps, num_accepted = counters["speculation_steps"], counters.get("speculation_drafts_accepted", 0.0)
+        table.add_row(
+            str(worker["worker_id"]),
+            f"{1 + num_accepted / num_steps:.2f}" if num_steps else "-",
+            " ".join(_acceptance(counters)) or "-",
+            ", ".join(_no_draft(counters)) or "-",
+        )
+    return table
+
+
+def _acceptance(counters: Mapping[str, float]) -> Iterator[str]:
+    position = 1
+    while num_proposed := counters.get(f"speculation_proposed_at_{position}", 0.0):
+        yield f"{counters.get(f'speculation_accepted_at_{position}', 0.0) / num_proposed:.2f}"
+        position += 1
+
+
+def _no_draft(counters: Mapping[str, float]) -> Iterator[str]:
+    """The reasons that occurred, the most frequent first."""
+    prefix = "speculation_no_draft_"
+    reasons = [(count, name.removeprefix(prefix)) for name, count in counters.items() if name.startswith(prefix)]
+    for count, reason in sorted(reasons, reverse=True):
+        if count:
+            yield f"{reason.replace('_', ' ')} {count:.0f}"
 
 
 def _fallbacks(status: Status, workers: list[Status]) -> Table:

@@ -7,9 +7,13 @@ batch x (k + 1) rows plus k guesses. Speculation runs at the k whose ratio of th
 from __future__ import annotations
 
 import bisect
+from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 SMOOTHING = 0.1
+ROUTE_SMOOTHING = 0.02  # of all requests of a tenant: slower than one request's
+MAX_ROUTES = 1024
 # What a drafter is believed to hit before anything was seen: worth a try, not a promise.
 INITIAL_ACCEPTANCE = 0.6
 # A gain below this is noise of the cost table.
@@ -43,6 +47,7 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return float((1 - acceptance ** (num_drafts + 1)) / (1 - acceptance))
 
 
+@lru_cache(maxsize=4096)
 def best_num_drafts(acceptance: float, batch_size: int, costs: StepCosts, max_drafts: int) -> int:
     """The k in [0, max_drafts] with the most tokens a second; 0 unless the gain is more than noise."""
     direct = 1 / costs.verification_ms(batch_size)
@@ -55,9 +60,27 @@ def best_num_drafts(acceptance: float, batch_size: int, costs: StepCosts, max_dr
     return best if best and rate(best) > MIN_GAIN * direct else 0
 
 
+class RouteAcceptance:
+    """What a drafter hit lately for one tenant: where its next request starts. Holds the `MAX_ROUTES` latest."""
+
+    def __init__(self) -> None:
+        self._acceptance: OrderedDict[tuple[str, bytes], float] = OrderedDict()
+
+    def of(self, drafter: str, scope_key: bytes) -> float:
+        return self._acceptance.get((drafter, scope_key), INITIAL_ACCEPTANCE)
+
+    def saw(self, drafter: str, scope_key: bytes, num_proposed: int, num_accepted: int) -> None:
+        """A verified step of one of its requests."""
+        route = (drafter, scope_key)
+        acceptance = self._acceptance.pop(route, INITIAL_ACCEPTANCE)
+        self._acceptance[route] = _after_trials(acceptance, num_proposed, num_accepted, ROUTE_SMOOTHING)
+        if len(self._acceptance) > MAX_ROUTES:
+            self._acceptance.popitem(last=False)
+
+
 @dataclass(frozen=True, slots=True)
 class GateState:
-    """One request's (or route's) record with one drafter."""
+    """One request's record with one drafter."""
 
     acceptance: float = INITIAL_ACCEPTANCE
     cool_down: int = 0  # steps still without drafts
@@ -72,16 +95,23 @@ def num_drafts_now(state: GateState, batch_size: int, costs: StepCosts, max_draf
     """
     if state.cool_down > 0:
         return 0, replace(state, cool_down=state.cool_down - 1)
-    best = best_num_drafts(state.acceptance, batch_size, costs, max_drafts)
+    best = best_num_drafts(round(state.acceptance, 2), batch_size, costs, max_drafts)
     if best > 0:
         return best, state
+    if best_num_drafts(INITIAL_ACCEPTANCE, batch_size, costs, max_drafts) == 0:
+        return 0, state  # the batch is too large for anyone's guesses: no fault of the drafter's
     return 0, GateState(INITIAL_ACCEPTANCE, state.next_cool_down, min(2 * state.next_cool_down, MAX_COOL_DOWN_STEPS))
 
 
 def after_step(state: GateState, num_proposed: int, num_accepted: int) -> GateState:
-    """The record after a verified step. Each draft up to the first rejection is one trial."""
-    acceptance = state.acceptance
-    for index in range(min(num_accepted + 1, num_proposed)):
-        acceptance += SMOOTHING * ((1.0 if index < num_accepted else 0.0) - acceptance)
+    """The record after a verified step."""
+    acceptance = _after_trials(state.acceptance, num_proposed, num_accepted, SMOOTHING)
     shorter = COOL_DOWN_STEPS if num_accepted else state.next_cool_down
     return replace(state, acceptance=acceptance, next_cool_down=shorter)
+
+
+def _after_trials(acceptance: float, num_proposed: int, num_accepted: int, smoothing: float) -> float:
+    """Each draft up to the first rejection is one trial."""
+    for index in range(min(num_accepted + 1, num_proposed)):
+        acceptance += smoothing * ((1.0 if index < num_accepted else 0.0) - acceptance)
+    return acceptance

@@ -15,7 +15,7 @@ from cluster.errors import InvalidRequest, shown
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from decode_worker.speculation.draft import Drafter, FollowsSampling, ReadsHiddenStates
-from decode_worker.speculation.gate import GateState, StepCosts, after_step, num_drafts_now
+from decode_worker.speculation.gate import GateState, RouteAcceptance, StepCosts, after_step, num_drafts_now
 from engine.draft import NO_DRAFT, Draft
 from engine.drafting import NoDraftReason
 from engine.request import EngineRequest
@@ -30,6 +30,7 @@ class _Record:
 
     drafter: Drafter
     costs: StepCosts | None
+    scope_key: bytes
     num_read: int = 0  # tokens that the drafter knows
     gate: GateState = field(default_factory=GateState)
 
@@ -67,6 +68,7 @@ class DraftingSpeculator:
         self._default = self._drafters[default_drafter]
         self._max_drafts = max_drafts
         self._records: dict[RequestId, _Record] = {}
+        self._routes = RouteAcceptance()
         self._num_verified_steps = 0
         self._num_proposed = 0
         self._num_proposed_at = [0] * max_drafts
@@ -126,6 +128,7 @@ class DraftingSpeculator:
             self._num_accepted_at[index] += 1
         record = self._records[request_id]
         record.gate = after_step(record.gate, num_levels, num_accepted)
+        self._routes.saw(record.drafter.name, record.scope_key, num_levels, num_accepted)
 
     def forget(self, request_id: RequestId) -> None:
         record = self._records.pop(request_id, None)
@@ -150,7 +153,8 @@ class DraftingSpeculator:
         record = self._records.get(request.request_id)
         if record is None:
             drafter = self._drafters.get(request.sampling.speculation, self._default)
-            record = _Record(drafter, self._costs_of[drafter.name])
+            start = GateState(self._routes.of(drafter.name, request.scope_key))
+            record = _Record(drafter, self._costs_of[drafter.name], request.scope_key, gate=start)
             if isinstance(drafter, FollowsSampling):
                 num_prompt_tokens = len(request.token_ids) - request.num_generated
                 drafter.starts(request.request_id, request.sampling, num_prompt_tokens)

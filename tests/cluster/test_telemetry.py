@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.telemetry import RouterMetrics, WorkerMetrics, exposition, new_registry
+from cluster.worker_counters import WorkerCounters
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,27 @@ def test_two_routers_in_one_process_do_not_share_metrics() -> None:
     RouterMetrics(second)
     assert "tandem_redis_up 1.0" in exposition(first).decode()
     assert "tandem_redis_up 0.0" in exposition(second).decode()
+
+
+def test_an_engines_totals_become_counters_once() -> None:
+    registry = new_registry()
+    counters = WorkerCounters(WorkerMetrics(registry, "m", "decode-0"))
+    totals = {
+        "preemptions": 2.0,
+        "preemptions_swapped": 1.0,
+        "speculation_steps": 5.0,
+        "speculation_drafts_proposed": 9.0,
+        "speculation_proposed_at_1": 5.0,
+        "speculation_accepted_at_2": 1.0,
+        "speculation_no_draft_no_match": 3.0,
+    }
+    for factor in (1, 1, 2):
+        counters.show_engine({name: factor * total for name, total in totals.items()})
+    text = exposition(registry).decode()
+    labels = 'model="m",{}worker_id="decode-0"'
+    assert f"tandem_num_preemptions_total{{{labels.format('')}}} 4.0" in text
+    assert f"tandem_spec_decode_num_drafts_total{{{labels.format('')}}} 10.0" in text
+    per_position = "tandem_spec_decode_draft_tokens_per_pos_total"
+    assert f'{per_position}{{model="m",outcome="proposed",position="1",worker_id="decode-0"}} 10.0' in text
+    assert f'{per_position}{{model="m",outcome="accepted",position="2",worker_id="decode-0"}} 2.0' in text
+    assert 'tandem_spec_decode_no_draft_total{model="m",reason="no_match",worker_id="decode-0"} 6.0' in text

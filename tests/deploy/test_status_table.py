@@ -54,3 +54,22 @@ def test_lost_blocks_are_an_error_that_names_the_worker() -> None:
     assert conservation_errors(STATUS) == []
     broken = {"workers": [{**WORKER, "block_conservation_error": 2}]}
     assert conservation_errors(broken) == ["decode-0: 2 blocks are unaccounted for"]
+
+
+def test_speculation_shows_acceptance_by_position_and_why_there_was_no_draft() -> None:
+    counters = {
+        "speculation_steps": 40,
+        "speculation_drafts_accepted": 30,
+        "speculation_proposed_at_1": 40,
+        "speculation_accepted_at_1": 20,
+        "speculation_proposed_at_2": 20,
+        "speculation_accepted_at_2": 10,
+        "speculation_proposed_at_3": 0,
+        "speculation_no_draft_no_match": 7,
+        "speculation_no_draft_does_not_pay": 12,
+        "speculation_no_draft_off": 0,
+    }
+    text = printed({"model": "m", "workers": [{**WORKER, "counters": counters}]})
+    for part in ("1.75", "0.50 0.50 ", "does not pay 12, no match 7"):
+        assert part in text
+    assert "speculation" not in printed(STATUS)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequest
+from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.speculator import DraftingSpeculator
+from engine.draft import ROOT, Draft
 from engine.grammar_compiler import GrammarCompiler
 from engine.request import FinishReason
 from tests.engine.engine_bench import EngineBench
@@ -120,6 +122,51 @@ def test_drafts_are_verified_under_the_constraint(
         assert bench.run(PROMPTS, sampling()) == plain
     assert guessing.counters()["speculation_drafts_proposed"] > 0
     assert guessing.counters()["speculation_drafts_accepted"] > 0
+
+
+class AnswerDrafter(NgramDrafter):
+    """Guesses each request's answer, as a chain or with wrong siblings first, past its end; or something else."""
+
+    name = "answers"
+
+    def __init__(self, answers: list[list[int]], kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+        self._all = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+        self._known: dict[str, int] = {}
+
+    def begin(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        self._known[request_id] = len(token_ids)
+
+    def extend(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+        self._known[request_id] += len(token_ids)
+
+    def propose(self, request_id: RequestId, num_drafts: int) -> Draft:
+        right = self._all[int(request_id.removeprefix("r"))][self._known[request_id] :]
+        if self._kind == "always the same":
+            return Draft.chain([5] * num_drafts)
+        if self._kind == "right, then past the end":
+            return Draft.chain([*right, *[9] * num_drafts][:num_drafts])
+        if not right:
+            return Draft()
+        if self._kind == "rejected at a value":
+            return Draft.chain([right[0], *((token + 1) % VOCAB for token in right[1:num_drafts])])
+        wrong = [(right[0] + 1 + index) % VOCAB for index in range(2)]
+        return Draft(
+            (*wrong, *right[: num_drafts - 2]), (ROOT, ROOT, ROOT, *range(2, num_drafts - 1))[: len(right) + 2]
+        )
+
+
+@pytest.mark.parametrize("kind", ["rejected at a value", "right, then past the end", "always the same", "trees"])
+def test_s20_s21_s22_rejected_drafts_leave_no_trace_in_a_constraint(
+    grammars: GrammarCompiler, plain: list[list[int]], kind: str
+) -> None:
+    guessing = DraftingSpeculator({"answers": AnswerDrafter(plain, kind)}, "answers", 8, None)
+    with EngineBench(grammars=grammars, speculator=guessing) as bench:
+        assert bench.run(PROMPTS, sampling()) == plain
+    counters = guessing.counters()
+    assert counters["speculation_drafts_proposed"] > 50
+    assert (counters["speculation_drafts_accepted"] > 50) == (kind != "always the same")
 
 
 def test_max_tokens_ends_a_constrained_answer_by_length(grammars: GrammarCompiler, plain: list[list[int]]) -> None:

@@ -75,6 +75,19 @@ class OracleDrafter:
         self._known.pop(request_id, None)
 
 
+class Constant(NgramDrafter):
+    """Always guesses one token, and nothing else."""
+
+    name = "constant"
+
+    def __init__(self, token_id: int) -> None:
+        super().__init__()
+        self._token_id = token_id
+
+    def propose(self, request_id: RequestId, num_drafts: int) -> Draft:
+        return Draft.chain([self._token_id] * num_drafts)
+
+
 class TreeDrafter(OracleDrafter):
     """Trees whose right branch, when there is one, is anywhere: each node has wrong siblings before or after it."""
 
@@ -237,7 +250,69 @@ def test_s13_an_end_that_is_only_guessed_ends_the_guessing_alone() -> None:
         assert bench.sink.of("r0")[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_s18_drafts_take_no_token_from_a_prompt_and_preempt_nobody() -> None:
+def test_s5_temperatures_of_zero_next_to_zero_and_one_share_a_verified_batch() -> None:
+    prompts = [prompt(6, index) for index in range(3)]
+    sampling = [SamplingParams(max_tokens=20, temperature=value, seed=7) for value in (0.0, 1e-6, 1.0)]
+    for name in ("always right", "junk", "trees"):
+        drafter = drafter_named(name, prompts, sampling)
+        with EngineBench(speculator=drafter) as bench:
+            answers = bench.run(prompts, sampling)
+        assert answers == [expected_tokens(*pair) for pair in zip(prompts, sampling, strict=True)]
+
+
+def test_s1_s4_what_filters_forbid_is_never_accepted_however_often_it_is_guessed() -> None:
+    tokens = prompt(6)
+    kinds: list[dict[str, Any]] = [{"min_p": 0.3}, {"top_k": 2, "temperature": 0.1}, {"logit_bias": {17: -100.0}}]
+    for kind in kinds:
+        params = [SamplingParams(max_tokens=60, seed=seed, **kind) for seed in range(6)]
+        junk = speculator(Constant(17), num_drafts=3)
+        with EngineBench(num_blocks=256, speculator=junk) as bench:
+            answers = bench.run([tokens] * 6, params)
+        assert answers == [expected_tokens(tokens, each) for each in params]
+        if "logit_bias" in kind:
+            assert junk.counters()["speculation_drafts_accepted"] == 0
+
+
+def test_s17_prompt_logprobs_are_those_without_drafts() -> None:
+    prompts = [prompt(30 + 7 * index, index) for index in range(6)]
+    sampling = [SamplingParams(max_tokens=12, prompt_logprobs=1, logprobs=1, **GREEDY)] * 6
+    given = []
+    for drafter in (None, drafter_named("sometimes right", prompts, sampling)):
+        with EngineBench(num_blocks=256, long_prefill_token_threshold=16, speculator=drafter) as bench:
+            bench.run(prompts, sampling)
+            given.append([bench.sink.of(f"r{index}")[0].prompt_logprobs for index in range(6)])
+    assert given[0] == given[1]
+    assert [len(row) for row in given[0]] == [len(tokens) - 1 for tokens in prompts]
+
+
+@pytest.mark.parametrize("name", ["draft", "suffix"])
+def test_s31_a_cached_prefix_changes_no_acceptance(name: str) -> None:
+    tokens, params = prompt(64), SamplingParams(max_tokens=24, seed=4)
+    drafter = drafter_named(name, [tokens], [params])
+    assert drafter is not None
+    accepted = []
+    with EngineBench(speculator=drafter) as bench:
+        for request_id in ("cold", "warm"):
+            before = drafter.counters()["speculation_drafts_accepted"]
+            bench.submit(request_id, tokens, sampling=params)
+            bench.sink.end(request_id)
+            accepted.append(drafter.counters()["speculation_drafts_accepted"] - before)
+        assert bench.sink.of("warm")[0].cached_tokens > 48
+    assert accepted[0] == accepted[1]
+
+
+def test_choices_of_one_prompt_are_guessed_for_each_by_itself() -> None:
+    tokens = prompt(21)
+    sampling = [SamplingParams(max_tokens=20, seed=5, choice_index=index) for index in range(4)]
+    prompts = [tokens] * 4
+    for name in ("sometimes right", "trees", "draft", "junk"):
+        with EngineBench(speculator=drafter_named(name, prompts, sampling)) as bench:
+            answers = bench.run(prompts, sampling)
+        assert answers == [expected_tokens(tokens, params) for params in sampling]
+        assert len({tuple(answer) for answer in answers}) == 4
+
+
+def test_s18_k18_drafts_take_no_token_from_a_prompt_and_preempt_nobody() -> None:
     first = [prompt(4, 1), prompt(30, 2)]
     sampling = [SamplingParams(max_tokens=24, **GREEDY)] * 2
     drafter = oracle(first, sampling)

@@ -8,7 +8,10 @@ import pytest
 
 from decode_worker.speculation.gate import (
     COOL_DOWN_STEPS,
+    INITIAL_ACCEPTANCE,
+    MAX_ROUTES,
     GateState,
+    RouteAcceptance,
     StepCosts,
     after_step,
     best_num_drafts,
@@ -66,3 +69,31 @@ def test_acceptance_counts_trials_up_to_the_first_rejection() -> None:
 
 def test_a_hit_ends_the_long_cool_downs() -> None:
     assert after_step(GateState(next_cool_down=256), 4, 2).next_cool_down == COOL_DOWN_STEPS
+
+
+def test_a_batch_that_is_too_large_for_anyone_starts_no_cool_down() -> None:
+    state = GateState()
+    for _ in range(100):
+        num_drafts, state = num_drafts_now(state, 64, FLAT, 8)
+        assert num_drafts == 0
+    assert num_drafts_now(state, 1, FLAT, 8)[0] > 0, "the others have ended: it guesses at once"
+
+
+def test_a_new_request_starts_where_its_tenants_last_ones_were() -> None:
+    routes = RouteAcceptance()
+    for _ in range(300):
+        routes.saw("ngram", b"chat", 4, 0)
+        routes.saw("ngram", b"edit", 4, 4)
+    assert routes.of("ngram", b"chat") < 0.05
+    assert routes.of("ngram", b"edit") > 0.95
+    assert routes.of("suffix", b"edit") == routes.of("ngram", b"new") == INITIAL_ACCEPTANCE
+    assert num_drafts_now(GateState(routes.of("ngram", b"chat")), 1, FLAT, 8)[0] == 0
+
+
+def test_tenants_do_not_pile_up() -> None:
+    routes = RouteAcceptance()
+    for index in range(2 * MAX_ROUTES):
+        routes.saw("ngram", str(index).encode(), 4, 0)
+        routes.saw("ngram", b"busy", 4, 0)
+    assert routes.of("ngram", b"0") == INITIAL_ACCEPTANCE
+    assert routes.of("ngram", b"busy") < INITIAL_ACCEPTANCE
