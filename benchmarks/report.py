@@ -105,10 +105,12 @@ def _read_plan(directory: Path) -> dict[str, Any] | None:
 def _header(data: SweepData) -> str:
     settings, machine = data.manifest["settings"], data.manifest["machine"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    flags = " ".join(data.manifest.get("serve_flags", ()))
+    started = f"<p>The clusters were started with <code>{_text(flags)}</code>.</p>" if flags else ""
     is_all_simulated = bool(data.points) and all(map(is_simulated, data.points))
     kind = "Simulation" if is_all_simulated else "Saturation sweep"
     simulated = "<p class=bad>Simulated on a virtual clock: nothing here was measured on a running cluster.</p>"
-    return (
+    told = (
         f"<h1>{kind}: {_text(data.manifest['model'])}</h1>"
         f"<p>{_text(machine['cpu'])}, {machine['usable_cpus']} CPUs, {machine['memory_gib']:.0f} GiB, "
         f"Linux {_text(machine['kernel'])}, {_text(packages)}. "
@@ -116,7 +118,8 @@ def _header(data: SweepData) -> str:
         f"to {settings['output_high']}, hit rate {settings['hit_rate']:g}. Objective: TTFT {settings['ttft_ms']:g} ms, "
         f"TPOT {settings['tpot_ms']:g} ms, for 90 % of the requests. Open loop, Poisson, seed {settings['seed']}, "
         f"{settings['run_s']:g} s a run; latency counts from the intended send time.</p>"
-    ) + (simulated if is_all_simulated else "")
+    )
+    return told + started + (simulated if is_all_simulated else "")
 
 
 def _verdict(data: SweepData) -> str:

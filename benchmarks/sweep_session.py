@@ -63,7 +63,9 @@ async def run_sweep(options: SweepOptions, progress: Progress) -> tuple[PdPlan, 
     has_speculation = options.measures_speculation and not options.url
     settings = options.settings
     async with _deployment(options, options.url, DISAGGREGATED, DISAGGREGATED_FLAGS) as client:
-        store = SweepStore(options.out, settings, describe_machine(), client.endpoint.model)
+        store = SweepStore(
+            options.out, settings, describe_machine(), client.endpoint.model, serve_flags=options.serve_flags
+        )
         sweep = Sweep(settings, store, progress)
         sweep.plan_time(has_control=has_control, has_speculation=has_speculation)
         target = Target(client, DISAGGREGATED, store.content_seed)

@@ -52,8 +52,15 @@ class SweepStore:
     """Reads and writes one sweep's directory."""
 
     def __init__(
-        self, directory: Path, settings: SweepSettings, machine: Machine, model: str, content_seed: int | None = None
+        self,
+        directory: Path,
+        settings: SweepSettings,
+        machine: Machine,
+        model: str,
+        content_seed: int | None = None,
+        serve_flags: Sequence[str] = (),
     ) -> None:
+        """`serve_flags`: what the deployments were started with beside their own, for the reader of the report."""
         self.directory = directory
         self.model = model
         # Of the prompts' tokens, new for each sweep: a server that still has another sweep's prompts in its cache must
@@ -66,6 +73,7 @@ class SweepStore:
             "schema": "tandem.bench.sweep",
             "version": SCHEMA_VERSION,
             "model": model,
+            "serve_flags": list(serve_flags),
             "settings": settings.to_json(),
             "content_seed": self.content_seed,
             "machine": asdict(machine),

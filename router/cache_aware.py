@@ -2,7 +2,7 @@
 
     prefill  S_p = queue + 1.1 t_p(L - m, m) + 0.25 evicted + spread  m: tokens of the prompt believed cached there
     decode   S_d = transfer + step + neighbours + pressure + full
-    local    S_l = S_d - transfer + 1.1 t_p(L - m_d, m_d), twice the prefill where it stalls neighbours
+    local    S_l = S_d - transfer + 1.1 t_p(L - m_d, m_d) + t_p(L - m_d, m_d) for each neighbour that it stalls
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
 wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
@@ -199,8 +199,8 @@ class CacheAware:
         """Prefilling on the decode worker: its own time, and what it costs those whose steps wait for it."""
         cached = request.cached_tokens.get(decode.worker.worker_id, 0)
         compute_ms = self._prefill_ms(request.num_prompt_tokens - cached, cached)
-        is_shared = decode.worker.num_in_flight > 0
-        own_ms = compute_ms * (WORK_WEIGHT + (2.0 if is_shared else 1.0))
+        # Every neighbour's next token waits for it.
+        own_ms = compute_ms * (WORK_WEIGHT + 1 + decode.worker.num_in_flight)
         return own_ms + decode.total_ms - decode.terms_ms[DECODE_TERMS.index("transfer")]
 
     def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:

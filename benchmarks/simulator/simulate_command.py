@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.arrivals import ArrivalProcess, arrival_times
 from benchmarks.hardware_catalogue import DEVICES
 from benchmarks.hardware_prior import QUANTISATIONS, capacity_prior
+from benchmarks.load_run import LoadRun
 from benchmarks.machine import describe_machine
 from benchmarks.model_arithmetic import MODELS
 from benchmarks.planner import plan, traffic_from_json, write_plan
@@ -23,7 +24,7 @@ from benchmarks.simulator.simulation_settings import DEFAULT_KV_BYTES_PER_TOKEN,
 from benchmarks.sweep import CONTROL, COUPLED, SIMULATED
 from benchmarks.sweep_measurements import point_stages_ms
 from benchmarks.sweep_settings import SweepSettings
-from benchmarks.sweep_store import Point, SweepDirectoryError, SweepStore
+from benchmarks.sweep_store import Point, SweepDirectoryError, SweepStore, read_manifest
 from benchmarks.traces import read_trace
 from benchmarks.workload import LengthLaw, Workload
 from deploy.autoscaler.capacity import CapacityModel
@@ -35,6 +36,8 @@ from deploy.autoscaler.policy_file import load_policy
 MAX_RECORDED = 20_000
 SPLIT_REQUESTS = 400
 SPLIT_BISECTIONS = 6
+SPLIT_RESOLUTION = 1.03
+DOUBLINGS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +82,29 @@ def run_simulations(options: SimulateOptions) -> list[str]:
     """Lines that say what came out. Raises `ValueError` or `SweepDirectoryError` saying what to do."""
     origin = _origin(options)
     settings = _settings(options, origin)
+    lines = [f"timing: {origin.name}; every figure is simulated"]
+    if options.sweep is not None and options.out.resolve() == options.sweep.resolve():
+        return lines + _add_splits(options, settings)
     sweep_settings = _sweep_settings(options, settings)
     options.out.mkdir(parents=True, exist_ok=True)
     store = SweepStore(options.out, sweep_settings, describe_machine(), f"{origin.name}, simulated")
-    lines = [f"timing: {origin.name}; every figure is simulated"]
-    if options.splits:
-        lines += _simulate_splits(options, settings, store)
-    else:
-        lines += _simulate_loads(options, settings, store)
+    lines += (_simulate_splits if options.splits else _simulate_loads)(options, settings, store)
     policy = Policy(slo=PolicySlo(ttft_ms=options.ttft_ms, itl_ms=options.tpot_ms))
-    traffic = sweep_settings.traffic
-    write_plan(options.out, plan(traffic, origin.model, policy, max(2, options.splits or 8), origin.name), policy)
+    made = plan(sweep_settings.traffic, origin.model, policy, max(2, options.splits or 8), origin.name)
+    write_plan(options.out, made, policy)
     return [*lines, f"report: {write_report(options.out)}"]
+
+
+def _add_splits(options: SimulateOptions, settings: SimulationSettings) -> list[str]:
+    """Simulated splits beside a sweep's own points; its plan and its measurements stay as they are."""
+    if not options.splits:
+        raise ValueError(f"{options.out} holds measurements: choose another --out, or add splits to it with --splits")
+    manifest = read_manifest(options.out)
+    held = SweepSettings(**manifest["settings"])
+    store = SweepStore(
+        options.out, held, describe_machine(), manifest["model"], serve_flags=manifest.get("serve_flags", ())
+    )
+    return [*_simulate_splits(options, settings, store), f"report: {write_report(options.out)}"]
 
 
 def _simulate_loads(options: SimulateOptions, settings: SimulationSettings, store: SweepStore) -> list[str]:
@@ -122,29 +136,25 @@ def _simulate_splits(options: SimulateOptions, settings: SimulationSettings, sto
 def split_capacity(settings: SimulationSettings, workload: Workload) -> tuple[float, RunSummary]:
     """The highest simulated rate at which nine of ten requests keep the objective, and that run's summary."""
     low, high = 0.0, 1e3 * settings.num_prefill / max(settings.model.c0_ms, 1e-3)
-    best: RunSummary | None = None
     # By doubling from below: a rate far above the capacity costs the most to simulate.
-    rate_per_s = high / 2**12
-    for _ in range(SPLIT_BISECTIONS + 12):
-        summary = _run_at(settings, workload, rate_per_s)
-        share = summary.attainment.value if summary.attainment else 0.0
-        if share >= TARGET_ATTAINMENT:
-            low, best = rate_per_s, summary
+    rate_per_s = high / 2**DOUBLINGS
+    best: LoadRun | None = None
+    for _ in range(SPLIT_BISECTIONS + DOUBLINGS):
+        run = _run_at(settings, workload, rate_per_s)
+        if sum(map(settings.slo.is_met, run.records)) >= TARGET_ATTAINMENT * len(run.records):
+            low, best = rate_per_s, run
         else:
             high = rate_per_s
-            if low == 0:
-                break
-        if low and high / low < 1.03:
+        if low == 0 or high / low < SPLIT_RESOLUTION:
             break
         rate_per_s = min(2 * low, (low + high) / 2)
-    return low, best or summary
+    return low, summarise(best or run, settings.slo, settings.seed)
 
 
-def _run_at(settings: SimulationSettings, workload: Workload, rate_per_s: float) -> RunSummary:
+def _run_at(settings: SimulationSettings, workload: Workload, rate_per_s: float) -> LoadRun:
     duration_s = SPLIT_REQUESTS / rate_per_s
     times = arrival_times(ArrivalProcess("poisson", rate_per_s), duration_s, settings.seed)
-    run = simulate(settings, synthetic_arrivals(workload, times, settings.seed), duration_s).run
-    return summarise(run, settings.slo, settings.seed)
+    return simulate(settings, synthetic_arrivals(workload, times, settings.seed), duration_s).run
 
 
 def _loads(options: SimulateOptions, seed: int) -> list[tuple[float, list[SimulatedArrival], float]]:

@@ -229,6 +229,15 @@ def test_the_command_writes_a_report_whose_rows_say_that_they_are_simulated(tmp_
     assert [row["point"]["is_simulated"] for row in rows] == [True, True]
     assert "Simulated on a virtual clock" in page
     assert not math.isnan(rows[0]["summary"]["ttft_ms"]["p50"]["value"])
+    # Into a finished directory only splits are added, and its plan stays.
+    before = (tmp_path / "pd_plan.json").read_text()
+    mixed = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path)])
+    assert mixed.exit_code == 2
+    assert "--splits" in mixed.output
+    added = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path), "--splits", "2", "--output-tokens", "2"])
+    assert added.exit_code == 0, added.output
+    assert "simulated 1P1D:" in added.output
+    assert (tmp_path / "pd_plan.json").read_text() == before
     refused = CliRunner().invoke(app, ["--out", str(tmp_path)])
     assert refused.exit_code == 2
     assert "--model and --device" in refused.output
