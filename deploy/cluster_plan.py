@@ -32,6 +32,9 @@ REDIS_START_TIMEOUT_S = 10.0
 REDIS_STOP_TIMEOUT_S = 5.0
 # The router ends its streams by itself when the workers' drain is over.
 ROUTER_EXTRA_STOP_S = 5.0
+# Of `worker_metrics_port`: a worker's port follows from its name, so a scrape configuration can be written beforehand.
+_METRICS_OFFSET: dict[Role, int] = {"prefill": 0, "decode": 100, "aggregated": 200}
+METRICS_PORTS_PER_ROLE = 100
 _MODULE_BY_ROLE: dict[Role, str] = {
     "prefill": "prefill_worker",
     "decode": "decode_worker",
@@ -176,6 +179,7 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
         max_waiting=pool.max_waiting,
         num_threads=pool.num_threads,
         seed=config.seed,
+        metrics_port=_metrics_port(config, role, worker_id),
         heartbeat_s=config.heartbeat_s,
         drain_timeout_s=config.drain_timeout_s,
         link_bytes_per_s=config.link_bytes_per_s,
@@ -190,6 +194,14 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
         stop_timeout_s=config.drain_timeout_s + ROUTER_EXTRA_STOP_S,
         needed_as="" if role == "prefill" else "decode",
     )
+
+
+def _metrics_port(config: ClusterConfig, role: Role, worker_id: str) -> int:
+    """0 where metrics are off. Names beyond the role's ports begin again: those workers are long gone."""
+    if not config.worker_metrics_port:
+        return 0
+    number = int(worker_id.rpartition("-")[2]) % METRICS_PORTS_PER_ROLE
+    return config.worker_metrics_port + _METRICS_OFFSET[role] + number
 
 
 def _router_settings(shared: _Shared) -> RouterSettings:

@@ -127,6 +127,9 @@ class ClusterConfig(Section):
     heartbeat_s: float = Field(default=1.0, gt=0, le=10)
     start_timeout_s: float = Field(default=120.0, gt=0, description="for one process to become ready")
     drain_timeout_s: float = Field(default=60.0, gt=0, description="for running requests to end at a stop")
+    worker_metrics_port: int = Field(
+        default=0, ge=0, le=65_000, description="prefill-N serves /metrics at it + N, decode-N 100 above; 0: off"
+    )
     link_bytes_per_s: int = Field(default=0, ge=0, description="throttles KV transfers, for tests; 0: off")
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
