@@ -1,8 +1,9 @@
 """The cache-aware policy: the pair of workers with the lowest predicted time to first token and least harm to others.
 
-    prefill  S_p = queue + 1.1 t_p(L - m, m) + 0.25 evicted + spread  m: tokens of the prompt believed cached there
+    prefill  S_p = queue + 1.3 t_p(L - m, m) + 0.25 evicted + spread  m: tokens of the prompt believed cached there
     decode   S_d = transfer + step + neighbours + pressure + full
-    local    S_l = S_d - transfer + 1.1 t_p(L - m_d, m_d) + t_p(L - m_d, m_d) for each neighbour that it stalls
+    local    S_l = S_d - transfer + 1.3 t_p(L - m_d, m_d) + t_p(L - m_d, m_d) for each neighbour that it stalls;
+             an aggregated worker's S_d has both of it, and its queue
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
 wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
@@ -38,12 +39,12 @@ EVICTION_WEIGHT = 0.25
 SPREAD_WEIGHT = 0.5
 # Computing what another worker holds, or is about to hold, takes capacity from whoever comes next: siblings of a burst
 # wait for the first one's prefix rather than each computing it.
-WORK_WEIGHT = 0.1
+WORK_WEIGHT = 0.3
 NEAR_TIE_MS, NEAR_TIE_SHARE = 5.0, 0.05
 COLD_SHARE = 0.10  # a best match below this share of the prompt is no reason to go anywhere
 MAX_EXPLAINED = 8  # of each role: names and numbers of the others are not worth their objects
 PREFILL_TERMS = ("queue", "prefill", "work", "evict", "spread")
-DECODE_TERMS = ("step", "neighbours", "transfer", "pressure", "full")
+DECODE_TERMS = ("step", "neighbours", "transfer", "pressure", "full", "queue", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class _Scored(NamedTuple):
     last_chosen_s: float  # breaks ties between those that are idle alike
     order: int  # no two are equal: workers are never compared
     worker: WorkerState
-    terms_ms: tuple[float, float, float, float, float]
+    terms_ms: tuple[float, ...]
 
     def explained(self, names: Sequence[str]) -> Candidate:
         return Candidate(self.worker, dict(zip(names, self.terms_ms, strict=True)), self.total_ms)
@@ -101,8 +102,14 @@ class CacheAware:
         decodes = self._score_decodes(request, eligible_decode(request, snapshot))
         prefills = self._score_prefills(request, snapshot, now_s)
         # A copy of a hot prefix is made by whoever of those without it is best.
-        copying = self._without_hot_prefix(request, prefills, now_s)
-        pair = self._best_pair(request, snapshot, decodes, copying or prefills)
+        able = prefills or [scored for scored in decodes if scored.worker.role is Role.AGGREGATED]
+        copying = self._without_hot_prefix(request, able, now_s)
+        pair = self._best_pair(
+            request,
+            snapshot,
+            copying if copying and not prefills else decodes,
+            copying if copying and prefills else prefills,
+        )
         is_wanted_local = pair.prefill is not None and not copying and self._prefers_local(request, snapshot, pair)
         chosen: list[WorkerState] = []
         if pair.prefill is not None and not is_wanted_local:
@@ -168,9 +175,12 @@ class CacheAware:
             kv_tokens = max(worker.reported_context_tokens, worker.booked_kv_tokens)
             step_ms = alpha + beta * (running + 1) + gamma * (kv_tokens + num_tokens)
             neighbours_ms = slower_ms * running
-            transfer_ms = 0.0
-            if worker.role is Role.DECODE:
-                missing = num_tokens - cached_tokens.get(worker.worker_id, 0)
+            transfer_ms = queue_ms = prefill_ms = 0.0
+            missing = num_tokens - cached_tokens.get(worker.worker_id, 0)
+            if worker.role is Role.AGGREGATED:
+                queue_ms = self._queue_ms(worker)
+                prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker)
+            else:
                 kind = (missing, worker.kv_bytes_per_token, worker.num_layers)
                 known_ms = transfers_ms.get(kind)
                 if known_ms is None:
@@ -179,8 +189,8 @@ class CacheAware:
             late_ms = step_ms - settings.itl_slo_ms
             pressure_ms = settings.pressure_weight * late_ms if late_ms > 0 else 0.0
             full_ms = full_pool_ms(worker)
-            total_ms = step_ms + neighbours_ms + transfer_ms + pressure_ms + full_ms
-            terms = (step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms)
+            terms = (step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms, queue_ms, prefill_ms)
+            total_ms = sum(terms)
             scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
         scored.sort()
         return scored
@@ -196,18 +206,26 @@ class CacheAware:
         )
 
     def _local_ms(self, request: RequestView, decode: _Scored) -> float:
-        """Prefilling on the decode worker: its own time, and what it costs those whose steps wait for it."""
-        cached = request.cached_tokens.get(decode.worker.worker_id, 0)
-        compute_ms = self._prefill_ms(request.num_prompt_tokens - cached, cached)
-        # Every neighbour's next token waits for it.
-        own_ms = compute_ms * (WORK_WEIGHT + 1 + decode.worker.num_in_flight)
+        """Prefilling where it is decoded; no transfer then."""
+        worker = decode.worker
+        cached = request.cached_tokens.get(worker.worker_id, 0)
+        own_ms = self._own_prefill_ms(request.num_prompt_tokens - cached, cached, worker)
         return own_ms + decode.total_ms - decode.terms_ms[DECODE_TERMS.index("transfer")]
+
+    def _own_prefill_ms(self, num_uncached: int, num_cached: int, worker: WorkerState) -> float:
+        """On a worker that decodes: its own time, and what it costs those whose steps wait for it."""
+        # Every neighbour's next token waits for it.
+        return self._prefill_ms(num_uncached, num_cached) * (WORK_WEIGHT + 1 + worker.num_in_flight)
+
+    def _queue_ms(self, worker: WorkerState) -> float:
+        booked = worker.booked_prefill_tokens
+        return self._prefill_ms(booked, 0) if booked else 0.0
 
     def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:
         c0, c1, c2 = self._timing.prefill_coefficients
         return c0 + c1 * num_uncached + c2 * num_uncached * (num_cached + num_uncached / 2)
 
-    def _without_hot_prefix(self, request: RequestView, prefills: Sequence[_Scored], now_s: float) -> list[_Scored]:
+    def _without_hot_prefix(self, request: RequestView, able: Sequence[_Scored], now_s: float) -> list[_Scored]:
         """Those that lack the prefix of this request, when it is time for another copy; else nobody."""
         longest_match, cached_tokens = request.longest_match, request.cached_tokens
         most = max(cached_tokens.values(), default=0)
@@ -215,7 +233,7 @@ class CacheAware:
             return []
         if not self._hot.wants_copy(longest_match, now_s):
             return []
-        return [scored for scored in prefills if cached_tokens.get(scored.worker.worker_id, 0) < most / 2]
+        return [scored for scored in able if cached_tokens.get(scored.worker.worker_id, 0) < most / 2]
 
     # --- choice -------------------------------------------------------------------------------------------------------
 
@@ -229,7 +247,7 @@ class CacheAware:
         pairs: list[_Pair] = []
         for decode in decodes[:NUM_PAIRED]:
             if decode.worker.role is Role.AGGREGATED:
-                pairs.append(_Pair(decode, None, self._local_ms(request, decode)))
+                pairs.append(_Pair(decode, None, decode.total_ms))
                 continue
             best = list(islice(_allowed(prefills, decode), NUM_PAIRED))
             pairs += [_Pair(decode, prefill, decode.total_ms + prefill.total_ms) for prefill in best]

@@ -352,6 +352,25 @@ def test_a_thousand_workers_are_used_evenly_and_prefixes_are_still_found() -> No
     assert max(decodes.values()) <= 4
 
 
+def test_aggregated_workers_are_chosen_by_what_they_hold_as_well() -> None:
+    """40 documents, each asked six times: five of six find it, on 8 workers that do both."""
+    chance = random.Random(9)
+    documents = [[chance.randrange(1000) for _ in range(2000)] for _ in range(40)]
+    order = [document for document in documents for _ in range(6)]
+    chance.shuffle(order)
+    at_s, prompts = 0.0, []
+    for document in order:
+        at_s += chance.expovariate(2.5)
+        prompts.append((at_s, [*document, *(chance.randrange(1000) for _ in range(40))]))
+    aggregated = [worker(f"both-{number}", Role.AGGREGATED) for number in range(8)]
+    cluster = SimulatedCluster(_cache_aware(), TimingModel(DEFAULT_PRIOR), [], aggregated)
+    cluster.run(prompts)
+    found = [placement.expected_cached_tokens for placement in cluster.placements]
+    assert sum(tokens >= 1984 for tokens in found) >= 0.75 * len(prompts)
+    counts = Counter(placement.decode.worker_id for placement in cluster.placements)
+    assert max(counts.values()) <= 1.4 * len(prompts) / 8
+
+
 def test_conversations_stay_where_their_prefix_is() -> None:
     """Nine of ten later turns go to the worker of the turn before."""
     chance = random.Random(6)
