@@ -52,6 +52,9 @@ class WorkerSettings(BaseModel):
     tls_authority_file: Path | None = Field(default=None, description="PEM; needed where gRPC leaves the machine")
     tls_certificate_file: Path | None = Field(default=None, description="PEM; this process, signed by the authority")
     tls_key_file: Path | None = Field(default=None, description="PEM; the certificate's key")
+    kv_host: str = Field(
+        default="127.0.0.1", description="address that KV frames arrive at; off the machine they are not encrypted"
+    )
     transports: tuple[str, ...] = Field(
         default=("shm", "tcp"), description="in order of preference, or `auto`: the fastest that is measured"
     )

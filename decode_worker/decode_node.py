@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from engine.runner_factory import BuiltRunner
 
 STOP_ENGINE_TIMEOUT_S = 5.0
-# KV listens on loopback: on several hosts the address to listen on comes with the settings of that deployment.
-LISTEN_HOST = "127.0.0.1"
 
 
 class DecodeNode:
@@ -202,4 +200,4 @@ def _open_ends(context: WorkerContext, table: LandingTable, memory: KvMemory) ->
     settings = context.settings
     # An aggregated worker asks nobody, so it listens for nobody.
     transports = settings.transports if settings.role == "decode" else ()
-    return ReceivingEnds(transports, settings.runtime_dir, settings.worker_id, table, LISTEN_HOST, memory)
+    return ReceivingEnds(transports, settings.runtime_dir, settings.worker_id, table, settings.kv_host, memory)

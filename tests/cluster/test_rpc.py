@@ -229,8 +229,8 @@ async def test_mutual_tls_lets_in_who_has_a_certificate_and_nobody_else(tmp_path
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def make_certificates(directory: Path) -> TlsFiles:
-    """An authority of its own and one certificate for 127.0.0.1 that it signed."""
+def make_certificates(directory: Path, *addresses: str) -> TlsFiles:
+    """An authority of its own and one certificate that it signed, for 127.0.0.1 and `addresses`."""
     directory.mkdir()
     openssl = shutil.which("openssl")
     if openssl is None:
@@ -242,7 +242,9 @@ def make_certificates(directory: Path) -> TlsFiles:
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     run("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority", "-days", "2")
     run("req", *new_key, "-keyout", "node.key", "-out", "node.csr", "-subj", "/CN=decode")
-    (directory / "san").write_text("subjectAltName=IP:127.0.0.1")
+    (directory / "san").write_text(
+        "subjectAltName=" + ",".join(f"IP:{address}" for address in ("127.0.0.1", *addresses))
+    )
     run("x509", "-req", "-in", "node.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
         "-extfile", "san", "-out", "node.pem")  # fmt: skip
     return TlsFiles(directory / "ca.pem", directory / "node.pem", directory / "node.key")
