@@ -7,6 +7,7 @@ routers ──Session──> SessionService ──> RequestFlow ──> PromptLa
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from cluster.membership import MembershipView
 from cluster.metrics_server import MetricsServer
 from cluster.rpc import open_channel
 from cluster.telemetry import WorkerMetrics, new_registry
+from cluster.tracing import open_tracing
 from cluster.worker_counters import WorkerCounters
 from cluster.worker_process import WorkerContext
 from cluster.worker_settings import WorkerSettings
@@ -76,6 +78,7 @@ class DecodeNode:
         self._ends = _open_ends(context, self._table, parts.memory)
         handshake = DecodeHandshake(_identity(context, parts), self._ends, parts.memory.size_bytes)
         self._peers = PrefillPeers(lambda target: open_channel(target, context.security), handshake, self.load_report)
+        self._tracing = open_tracing("decode", settings.worker_id)
         metrics = DecodeMetrics(self._counters, fallbacks)
         self._landings = KvLandings(
             LandingResources(self._reservations, self._peers, self._table, parts.layout, metrics, ProtocolLimits())
@@ -87,6 +90,7 @@ class DecodeNode:
             engine=parts.engine,
             landings=self._landings,
             metrics=metrics,
+            tracing=self._tracing,
         )
 
     @classmethod
@@ -132,6 +136,8 @@ class DecodeNode:
         self._parts.close(STOP_ENGINE_TIMEOUT_S)
         if self._metrics_server is not None:
             self._metrics_server.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     # --- for its sessions -------------------------------------------------------------------------------------------
 

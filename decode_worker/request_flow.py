@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.v1 import common_pb2, worker_pb2
@@ -23,10 +23,12 @@ from cluster.errors import (
     TandemError,
     WorkerUnavailable,
 )
+from cluster.tracing import RequestSpan, Tracing
 from decode_worker.decode_metrics import DecodeMetrics
 from decode_worker.prompt_landing import Landed, PromptLanding
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestMoment, RequestTimeline
+from decode_worker.request_trace import end_span
 from decode_worker.step_tokens import FINISH_REASONS, StepEntry
 from engine import logprob_messages
 from engine.request import EngineRequest, FinishReason, LandedPrompt, SequenceOutput, ServingEngine
@@ -50,6 +52,7 @@ class FlowResources:
     engine: ServingEngine
     landings: Landings
     metrics: DecodeMetrics
+    tracing: Tracing | None = None
 
 
 class RequestFlow:
@@ -66,6 +69,7 @@ class RequestFlow:
         self._error: TandemError | None = None
         self._task: asyncio.Task[None] | None = None
         self._cancel_reason = ""
+        self._failure = ""
         self._is_handed_over = False
         self._is_in_engine = False
         self._landing: PromptLanding | None = None
@@ -77,6 +81,7 @@ class RequestFlow:
     async def run(self) -> None:
         """Serves the request; every way out tells the router exactly once. Never raises."""
         self._task = asyncio.current_task()
+        span = self._begin_span()
         try:
             if not self._cancel_reason:
                 async with asyncio.timeout(self.request.deadline_s or None):
@@ -104,6 +109,8 @@ class RequestFlow:
                 self._resources.engine.cancel(self.request.engine_id)
             if self._landing is not None:
                 self._landing.cancel()
+            if span is not None:
+                end_span(span, self.timeline, self._num_generated, self._failure or self._cancel_reason)
         if self._cancel_reason:
             self._tell_cancelled()
 
@@ -121,6 +128,15 @@ class RequestFlow:
             return
         self._is_handed_over = True
         self._task.cancel()
+
+    def _begin_span(self) -> RequestSpan | None:
+        """This worker's part of the trace; what it asks of others continues from there."""
+        tracing = self._resources.tracing
+        if tracing is None or not self.request.traceparent:
+            return None
+        span = tracing.begin("decode", self.request.traceparent)
+        self.request = replace(self.request, traceparent=span.traceparent)
+        return span
 
     async def _land(self) -> Landed | None:
         """The prompt with its KV here; None when the engine shall prefill it."""
@@ -224,6 +240,7 @@ class RequestFlow:
         self._ended.set()
 
     def _fail(self, error: TandemError) -> None:
+        self._failure = error.error_code
         self._resources.metrics.failed(error)
         self.session.send_failure(self.request.request_id, self.request.fence, error)
 

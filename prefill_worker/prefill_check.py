@@ -46,6 +46,7 @@ class CheckedPrefill:
     idle_s: float
     credit_bytes: int
     scope_key: bytes
+    traceparent: str = ""  # empty: no trace
 
 
 def check_prefill(request: handoff_pb2.PrefillRequest, limits: PrefillLimits) -> CheckedPrefill:
@@ -74,6 +75,7 @@ def check_prefill(request: handoff_pb2.PrefillRequest, limits: PrefillLimits) ->
         idle_s=request.idle_ms / 1000,
         credit_bytes=request.credit_bytes,
         scope_key=request.scope.scope_key,
+        traceparent=request.traceparent,
     )
 
 

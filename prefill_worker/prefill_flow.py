@@ -123,7 +123,7 @@ class PrefillFlow:
         self._events: deque[on.PrefillEvent] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._output: SequenceOutput | None = None
-        self._output_at = 0.0
+        self.output_at_s = 0.0
         self._is_engine_done = False
         self._summary: PushSummary | None = None
         self._refusal: TandemError | None = None
@@ -141,6 +141,11 @@ class PrefillFlow:
     def is_computed(self) -> bool:
         """Whether the engine is done with the prompt: its blocks wait for the link or for the decode worker."""
         return self._output is not None
+
+    @property
+    def computed(self) -> SequenceOutput | None:
+        """What the engine gave; None before."""
+        return self._output
 
     @property
     def cached_tokens(self) -> int:
@@ -187,7 +192,7 @@ class PrefillFlow:
             stopped = WorkerUnavailable("the engine stopped before the prompt was computed", stage="prefill")
             self._apply(on.ComputeFailed(stopped))
         else:
-            self._output, self._output_at = output, self._loop.time()
+            self._output, self.output_at_s = output, self._loop.time()
             self._apply(on.ComputeEnded())
         self._apply(on.EngineLetGo())
 
@@ -302,7 +307,7 @@ class PrefillFlow:
             prompt_logprobs=[logprob_messages.to_message(logprobs) for logprobs in output.prompt_logprobs],
             queued_us=round(output.queued_s * 1e6),
             compute_us=round(output.compute_s * 1e6),
-            sealed_to_commit_us=round((self._loop.time() - self._output_at) * 1e6),
+            sealed_to_commit_us=round((self._loop.time() - self.output_at_s) * 1e6),
             cached_tokens=output.cached_tokens,
         )
         if output.logprobs:

@@ -21,6 +21,7 @@ from cluster.fallbacks import Fallbacks
 from cluster.identity import Incarnation, RequestId, WorkerId
 from cluster.metrics_server import MetricsServer
 from cluster.telemetry import WorkerMetrics, new_registry
+from cluster.tracing import RequestSpan, open_tracing
 from cluster.worker_counters import WorkerCounters
 from cluster.worker_process import WorkerContext
 from engine.request import SequenceOutput
@@ -34,8 +35,9 @@ from kv_transfer.transfer_ref import TransferRef
 from kv_transfer.transports.registry import AUTO, load_transports, resolve
 from prefill_worker.decode_peer import DecodePeer, PeerLink, PrefillRejected
 from prefill_worker.handoff_service import HandoffService
-from prefill_worker.prefill_check import PrefillLimits, check_load, check_prefill
+from prefill_worker.prefill_check import CheckedPrefill, PrefillLimits, check_load, check_prefill
 from prefill_worker.prefill_flow import FlowResources, PrefillFlow
+from prefill_worker.prefill_trace import end_span
 
 STOP_ENGINE_TIMEOUT_S = 5.0
 GIGABYTE = 1e9
@@ -77,6 +79,7 @@ class PrefillNode:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._service = HandoffService(self)
+        self._tracing = open_tracing("prefill", settings.worker_id)
         self._loop = asyncio.get_running_loop()
 
     @classmethod
@@ -116,6 +119,8 @@ class PrefillNode:
         self._parts.close(STOP_ENGINE_TIMEOUT_S)
         if self._metrics_server is not None:
             self._metrics_server.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     # --- peers --------------------------------------------------------------------------------------------------------
 
@@ -178,8 +183,11 @@ class PrefillNode:
 
             def ended() -> None:
                 self._flow_ended(flow)
+                if span is not None:
+                    end_span(span, flow, self._context.settings.worker_id)
                 on_ended()
 
+            span = self._begin_span(checked)
             flow.start(ended)
         except ServerOverloaded as error:
             raise PrefillRejected(handoff_pb2.REJECT_REASON_OVERLOADED, error) from error
@@ -190,6 +198,11 @@ class PrefillNode:
         self._flows[flow.engine_id] = flow
         self._is_idle.clear()
         return flow
+
+    def _begin_span(self, request: CheckedPrefill) -> RequestSpan | None:
+        if self._tracing is None or not request.traceparent:
+            return None
+        return self._tracing.begin("prefill", request.traceparent)
 
     def _flow_ended(self, flow: PrefillFlow) -> None:
         self._flows.pop(flow.engine_id, None)

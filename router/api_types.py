@@ -122,6 +122,7 @@ class GenerationRequest:
     wants_token_ids: bool = False  # the gRPC front shows them
     wants_timeline: bool = False
     timeout_s: float | None = None  # asked for by the client
+    traceparent: str = ""  # the client's trace, as its header says
 
     @property
     def keeps_tokens(self) -> bool:

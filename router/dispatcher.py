@@ -261,6 +261,7 @@ class Dispatcher:
             tenant=spec.tenant,
             generated_token_ids=sequence.generated,
             fence=sequence.fence,
+            traceparent=spec.traceparent,
         )
 
     # --- waiting for a worker -----------------------------------------------------------------------------------------

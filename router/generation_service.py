@@ -19,6 +19,7 @@ from cluster.errors import TandemError
 from cluster.identity import BlockHash, RequestId, Tenant, new_request_id
 from cluster.sampling_params import SamplingParams
 from cluster.tokenizer import Tokenizer
+from cluster.tracing import Tracing
 from router.admission import Admission, Arrival
 from router.answer import Answer, RequestTimes
 from router.api_types import ChatPrompt, GenerationRequest
@@ -30,9 +31,10 @@ from router.grammar_checker import GrammarChecker
 from router.limits import ServingLimits, fit_max_tokens
 from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
+from router.request_trace import RequestTrace, traced
 from router.sequence import Sequence, SequenceSpec
 from router.tenants import scope_key
-from router.tool_format import HERMES, ToolFormat
+from router.tool_format import ToolFormat
 from router.worker_registry import WorkerRegistry
 
 _SEED_MASK = 2**64 - 1
@@ -61,7 +63,8 @@ class GenerationService:
         dispatcher: Dispatcher,
         metrics: RequestMetrics,
         grammars: GrammarChecker,
-        tool_format: ToolFormat = HERMES,
+        tool_format: ToolFormat,
+        tracing: Tracing | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -74,6 +77,7 @@ class GenerationService:
         self.metrics = metrics
         self._grammars = grammars
         self.tool_format = tool_format
+        self._tracing = tracing
         self._clock = clock
         self._seeds = random.Random(policy.seed)  # noqa: S311  noise for sampling, no secret
         metrics.watch_requests(lambda: self.num_running, lambda: admission.num_waiting)
@@ -105,8 +109,11 @@ class GenerationService:
         request_id = new_request_id(request.kind.value)
         self.metrics.demand.arrived(len(request.prompts))
         try:
-            with self.admission.admitted(tenant):
-                answer = await self._prepare(request, request_id, tenant, times)
+            with (
+                traced(self._tracing, request.traceparent, request_id, times, self._clock) as trace,
+                self.admission.admitted(tenant),
+            ):
+                answer = await self._prepare(request, request_id, tenant, times, trace)
                 with self._started(answer, request, tenant):
                     yield answer
         except TandemError as error:
@@ -146,7 +153,12 @@ class GenerationService:
         self.metrics.demand.routed((answer.times.encoded_s - answer.times.admitted_s) * 1e3)
 
     async def _prepare(
-        self, request: GenerationRequest, request_id: RequestId, tenant: Tenant, times: RequestTimes
+        self,
+        request: GenerationRequest,
+        request_id: RequestId,
+        tenant: Tenant,
+        times: RequestTimes,
+        trace: RequestTrace | None,
     ) -> Answer:
         """The answer with all its choices; nothing is placed."""
         for guide in (*request.described, *(() if request.guide is None else (request.guide,))):
@@ -178,10 +190,13 @@ class GenerationService:
                 session_key=request.user,
                 block_hashes=await self._block_hashes(token_ids, key),
                 deadline_s=deadline_s,
+                traceparent="" if trace is None else trace.traceparent,
             )
             for choice_index in range(request.num_choices):
                 self._add_choice(answer, request, spec, choice_index)
         times.encoded_s = self._clock()
+        if trace is not None:
+            trace.answer = answer
         return answer
 
     def _sampling(self, request: GenerationRequest, num_prompt_tokens: int, seed: int) -> SamplingParams:

@@ -53,8 +53,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse],
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        tenant = DEFAULT_TENANT if self._keys is None else self._keys.tenant_of(_authorization(context))
-        parsed = self._parse(request, context.time_remaining())
+        tenant = DEFAULT_TENANT if self._keys is None else self._keys.tenant_of(_metadata(context, "authorization"))
+        parsed = dataclasses.replace(
+            self._parse(request, context.time_remaining()), traceparent=_metadata(context, "traceparent")
+        )
         # A client that leaves cancels this coroutine, and leaving the context cancels what runs.
         async with self._service.answering(parsed, tenant) as answer:
             async for updates in answer.updates():
@@ -204,9 +206,6 @@ def _last_response(answer: Answer, request: GenerationRequest) -> inference_pb2.
     )
 
 
-def _authorization(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str:
     metadata: Any = context.invocation_metadata()
-    for key, value in metadata or ():
-        if key == "authorization":
-            return str(value)
-    return ""
+    return next((str(value) for key, value in metadata or () if key == name), "")

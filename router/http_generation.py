@@ -53,7 +53,10 @@ class GenerationEndpoint:
         try:
             body = await self._service.encoder.parse(await read_json_bytes(scope, receive, self._max_body_bytes))
             request = dataclasses.replace(
-                self._parse(body), timeout_s=_timeout_s(scope), wants_timeline=_wants_timeline(scope)
+                self._parse(body),
+                timeout_s=_timeout_s(scope),
+                wants_timeline=_wants_timeline(scope),
+                traceparent=header(scope, b"traceparent").decode("latin-1"),
             )
             tenant: Tenant = scope["state"]["tenant"]
             async with self._service.answering(request, tenant) as answer, _watching(answer, receive):

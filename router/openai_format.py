@@ -21,7 +21,7 @@ from router.api_types import ApiKind, GenerationRequest, TextPrompt
 from router.choice_text import ShownToken
 from router.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from router.openai_tools import ToolCallReader, delta_json, whole_calls
-from router.tool_format import HERMES, ToolFormat
+from router.tool_format import ToolFormat
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,7 +38,7 @@ class OpenAiWriter:
         answer: Answer,
         tokenizer: Tokenizer,
         model: str,
-        tool_format: ToolFormat = HERMES,
+        tool_format: ToolFormat,
         unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._request = request

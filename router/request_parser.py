@@ -26,7 +26,7 @@ from router.limits import (
     completion_fields,
 )
 from router.tool_fields import tool_use
-from router.tool_format import HERMES, ToolFormat, call_guide
+from router.tool_format import ToolFormat, call_guide
 
 # Fields that mean the same in the request and here.
 _SAME_NAME = (
@@ -39,9 +39,7 @@ _SAME_NAME = (
 class RequestParser:
     """Checks bodies against one model's limits."""
 
-    def __init__(
-        self, limits: ServingLimits, default_max_tokens: int | None = None, tool_format: ToolFormat = HERMES
-    ) -> None:
+    def __init__(self, limits: ServingLimits, default_max_tokens: int | None, tool_format: ToolFormat) -> None:
         """`default_max_tokens` None: what fits for a chat, OpenAI's 16 for a completion."""
         self.limits = limits
         self._chat_fields = chat_fields(limits)

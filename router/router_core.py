@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from cluster.router_settings import RouterSettings
 from cluster.rpc_security import RpcSecurity
 from cluster.telemetry import RouterMetrics, new_registry
 from cluster.tokenizer import Tokenizer
+from cluster.tracing import Tracing, open_tracing
 from router.admission import Admission, AdmissionSettings
 from router.asgi_types import AsgiApp
 from router.cache_view import CacheView
@@ -49,6 +51,7 @@ class RouterCore:
     service: GenerationService
     encoder: PromptEncoder
     grammars: GrammarChecker
+    tracing: Tracing | None
     http_app: AsgiApp
     grpc_servicer: InferenceService
     metrics_registry: CollectorRegistry
@@ -74,6 +77,8 @@ class RouterCore:
         self.service.admission.close()
         await self.registry.stop()
         await self.grammars.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         self.encoder.close()
 
 
@@ -123,7 +128,20 @@ def build_core(
     )
     grammars = GrammarChecker()
     tool_format = tool_format_of(template)
-    service = GenerationService(tokenizer, encoder, limits, policy, registry, admission, dispatcher, metrics, grammars)
+    tracing = open_tracing("router", settings.router_id)
+    service = GenerationService(
+        tokenizer,
+        encoder,
+        limits,
+        policy,
+        registry,
+        admission,
+        dispatcher,
+        metrics,
+        grammars,
+        tool_format,
+        tracing,
+    )
     parser = RequestParser(limits, settings.default_max_tokens or None, tool_format)
     http_app = build_http_app(
         service,
@@ -140,6 +158,7 @@ def build_core(
         service=service,
         encoder=encoder,
         grammars=grammars,
+        tracing=tracing,
         http_app=http_app,
         grpc_servicer=InferenceService(service, parser, keys),
         metrics_registry=metrics_registry,

@@ -71,6 +71,7 @@ class SequenceSpec:
     session_key: str = ""
     block_hashes: SequenceOf[BlockHash] = ()  # of the prompt's full blocks, where the policy wants them
     deadline_s: float | None = None  # on the router's clock
+    traceparent: str = ""  # empty: no trace
 
 
 @dataclass(slots=True, eq=False)
