@@ -12,6 +12,8 @@ from enum import Enum
 
 # How far below its grid a search goes before it says that nothing passes.
 LOWEST_SHARE = 1 / 8
+# Where all of its grid passes it goes on upwards by this factor, up to this multiple of the grid's end.
+STEP_UP, HIGHEST_SHARE = 1.3, 4.0
 
 
 class Phase(Enum):
@@ -44,8 +46,8 @@ class Next:
 def next_probe(grid: Sequence[float], probes: Sequence[Probe], resolution: float) -> Next:
     """The next run of a search over an ascending grid, until the bracket's ends are within a factor `resolution`.
 
-    A rate that fails its confirmation counts as failed. When the whole grid passes, its highest rate is the answer: the
-    capacity is above it, and the caller sees that nothing failed.
+    A rate that fails its confirmation counts as failed. When the whole grid passes, the search goes on above it; where
+    nothing fails at all the highest rate is the answer: the capacity is above it, and the caller sees that.
     """
     failed = {probe.rate_per_s for probe in probes if not probe.passed}
     passed = {probe.rate_per_s for probe in probes if probe.passed} - failed
@@ -56,6 +58,9 @@ def next_probe(grid: Sequence[float], probes: Sequence[Probe], resolution: float
     for rate in grid:
         if rate not in tried and (ceiling is None or rate < ceiling) and rate > floor:
             return Next(Phase.GRID, rate)
+    if ceiling is None and floor < grid[-1] * HIGHEST_SHARE:
+        # The grid ended too low.
+        return Next(Phase.GRID, floor * STEP_UP)
     if floor == 0 and ceiling is not None and ceiling > grid[0] * LOWEST_SHARE:
         # The grid began too high.
         return Next(Phase.GRID, ceiling / 2)

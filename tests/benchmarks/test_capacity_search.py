@@ -43,4 +43,9 @@ def test_a_lucky_pass_does_not_survive_its_confirmation() -> None:
 
 def test_ends_when_nothing_passes_and_when_nothing_fails() -> None:
     assert _search(0.1)[0] == Next(Phase.DONE, 0.0)
-    assert _search(100.0)[0].rate_per_s == 16.0
+    assert 4 * 16.0 <= _search(1e9)[0].rate_per_s < 6 * 16.0
+
+
+def test_a_grid_that_ended_too_low_is_left_upwards() -> None:
+    answer, _ = _search(37.0)
+    assert answer.rate_per_s <= 37.0 < answer.rate_per_s * 1.1 + 1e-9
