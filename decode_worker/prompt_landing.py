@@ -429,7 +429,7 @@ class PromptLanding:
             blocks=blocks,
             first_token_id=commit.first_token_id,
             first_logprobs=logprob_messages.from_message(commit.first_logprobs) if has_logprobs else None,
-            cached_tokens=max(commit.cached_tokens, have_tokens),
+            cached_tokens=min(max(commit.cached_tokens, have_tokens), self._request.num_tokens),
         )
         prompt_logprobs = tuple(logprob_messages.from_message(logprobs) for logprobs in commit.prompt_logprobs)
         self._is_offered = True

@@ -230,6 +230,7 @@ class LayerPusher:
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._live: set[PushSession] = set()  # not over, or with operations that have not ended
         self._failure: KvTransferFailed | None = None
+        self._on_broken: Callable[[KvTransferFailed], None] | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-push-{sender.name}", daemon=True)
         self._thread.start()
 
@@ -239,6 +240,10 @@ class LayerPusher:
 
     def post(self, order: _Order) -> None:
         self._orders.put(order)
+
+    def tell_when_broken(self, on_broken: Callable[[KvTransferFailed], None]) -> None:
+        """From the sending thread, once: nothing can be sent on this connection any more."""
+        self._on_broken = on_broken
 
     def destroy(self) -> None:
         """Breaks the connection off: whatever is posted on it ends, and every session fails."""
@@ -371,11 +376,14 @@ class LayerPusher:
 
     def _fail_all(self, error: KvTransferFailed) -> None:
         """The connection is closed for every session: nothing that was posted on it can still be read or written."""
+        is_news = self._failure is None
         self._failure = error
         self._sender.close()
         for session in self._live:
             session._tickets = []
             self._fail(session, error)
+        if is_news and self._on_broken is not None:
+            self._on_broken(error)
 
     def _fail(self, session: PushSession, error: KvTransferFailed) -> None:
         if not session._is_over:

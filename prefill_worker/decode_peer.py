@@ -10,6 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,7 +84,9 @@ class DecodePeer:
         self._ended: OrderedDict[TransferRef, None] = OrderedDict()
         self._outgoing: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._last_heard = clock()
-        self._hang_up_reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._hang_up_reason: asyncio.Future[str] = self._loop.create_future()
+        self.pusher.tell_when_broken(self._link_broke)
 
     # --- its stream ---------------------------------------------------------------------------------------------------
 
@@ -132,6 +135,11 @@ class DecodePeer:
     def hang_up(self, reason: str) -> None:
         if not self._hang_up_reason.done():
             self._hang_up_reason.set_result(reason)
+
+    def _link_broke(self, error: TandemError) -> None:
+        """On the sending thread. A peer without its link serves nobody: a new stream brings a new link."""
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.hang_up, f"its link broke: {error.message}")
 
     async def close(self) -> None:
         """The peer is gone: every attempt of it ends now and gives its blocks back. A posted operation that would not

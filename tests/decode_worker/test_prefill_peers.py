@@ -149,7 +149,7 @@ async def connected(peers: PrefillPeers, address: str, incarnation: str = "") ->
     return await peers.ready(PREFILL, Incarnation(incarnation), address)
 
 
-async def test_messages_reach_the_listener_of_their_transfer(
+async def test_kv27_messages_find_their_transfer_by_its_key_alone(
     peers: PrefillPeers, prefill: ScriptedPrefill, address: str
 ) -> None:
     peer = await connected(peers, address)

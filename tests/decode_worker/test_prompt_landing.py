@@ -95,6 +95,7 @@ class ScriptedPeer:
         failure: common_pb2.Failure | None = None,
         extra_digest: bytes = b"",
         num_resends: int = 0,
+        cached_tokens: int = 0,
     ) -> None:
         digests = [*self.digests, *([extra_digest] if extra_digest else [])]
         commit = handoff_pb2.Commit(
@@ -105,6 +106,7 @@ class ScriptedPeer:
             first_token_id=7,
             num_resends=num_resends,
             failure=failure,
+            cached_tokens=cached_tokens,
         )
         self._say(ref, handoff_pb2.PrefillToDecode(commit=commit))
 
@@ -396,6 +398,17 @@ async def test_kv4_kv62_blocks_of_a_writer_that_does_not_end_stay_out_of_use_unt
     first.silent.set()
     await until(lambda: desk.pool.census().quarantined == 0, "its blocks are free")
     await desk.settled()
+
+
+async def test_kv54_no_more_tokens_are_called_cached_than_the_prompt_has(desk: Desk) -> None:
+    task, ref = await desk.ask()
+    desk.peer.accept(ref)
+    for block in range(NUM_PROMPT_BLOCKS):
+        desk.peer.frame(ref, block)
+    desk.peer.commit(ref, cached_tokens=10 * NUM_TOKENS)
+    result = await landed(task)
+    assert result.prompt.cached_tokens == NUM_TOKENS
+    take(desk, result)
 
 
 async def test_silent_peer_is_given_up(desk: Desk) -> None:

@@ -74,7 +74,7 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.census().owned == 3
 
 
-def test_a_double_release_is_an_error_and_changes_nothing() -> None:
+def test_kv63_a_double_release_is_an_error_and_changes_nothing() -> None:
     pool = make_pool(4)
     refs = reserve(pool, 1)
     assert pool.release(refs) == 1

@@ -31,6 +31,7 @@ NUM_TOKENS = 6
 # 16 tokens are 2 KiB of mock KV: a prompt of 600 takes some 100 ms to compute and as long to send.
 PROMPT_TOKENS = 600
 LINK_BYTES_PER_S = 1_000_000
+BYTES_OF_A_TOKEN = 128
 BACK_TIMEOUT_S = 25.0  # the peer of a stopped process waits for its silence, its drain and its connection's end
 SHORT_STOP_S, LONG_STOP_S = 0.5, 7.0  # below, and above what every peer waits for
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, nothing is put there
@@ -177,6 +178,36 @@ class HandoffSoak:
 
             await asyncio.gather(*(one() for _ in range(num_requests)))
         await self.all_is_back("random cancels")
+
+    async def salvage(self) -> int:
+        """KV bytes that a second prefill worker sent, after the first was killed with most of the prompt sent."""
+        for each in self.workers:
+            await each.reset_prefix_cache()
+        prompt = self._prompt(PROMPT_TOKENS)
+        cue_path(self.folder, self.victim.settings.worker_id).write_text("sealed SIGKILL entered")
+        async with Router(self.decode) as router:
+            answer = await router.generate(self._next_id(), prompt, NUM_TOKENS, [self.victim, self.healthy])
+        self._judge(answer, prompt, "salvage")
+        assert answer.last.timeline.prefill_worker_id == self.healthy.settings.worker_id
+        await self.restart(self.victim)
+        await self.all_is_back("salvage")
+        return int(answer.last.timeline.kv_bytes)
+
+    async def ask_many(self, num_requests: int, num_choices: int) -> None:
+        """Short prompts, each asked for by several choices at once, which end in any order."""
+        gate = asyncio.Semaphore(16)
+        async with Router(self.decode) as router:
+
+            async def one(prompt: list[int], max_tokens: int) -> None:
+                async with gate:
+                    answer = await router.generate(self._next_id(), prompt, max_tokens, [self.healthy])
+                assert answer.token_ids == expected_tokens(prompt, max_tokens), answer
+                self.outcomes["right"] += 1
+
+            prompts = [self._prompt(self._choose.randrange(1, 40)) for _ in range(num_requests)]
+            lengths = [self._choose.randrange(1, 9) for _ in range(num_choices)]
+            await asyncio.gather(*(one(prompt, length) for prompt in prompts for length in lengths))
+        await self.all_is_back("many requests")
 
     async def restart_everybody(self, num_rounds: int) -> None:
         """Each worker in turn, killed while prompts move, and started again at the same port."""

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.integration.handoff_soak import (
+    BYTES_OF_A_TOKEN,
     DECODE_STATES,
     LONG_STOP_S,
     MODULE,
     PREFILL_STATES,
+    PROMPT_TOKENS,
     SHORT_STOP_S,
     Fault,
     HandoffSoak,
@@ -26,6 +28,7 @@ IS_FULL = os.environ.get("TANDEM_HANDOFF_SOAK") == "full"
 TRANSPORTS = ("shm", "tcp", "shm-direct") if IS_FULL else ("shm",)
 NUM_CANCELS = 500 if IS_FULL else 60
 NUM_RESTARTS = 20 if IS_FULL else 3
+NUM_SHORT_REQUESTS = 2500 if IS_FULL else 40
 
 
 def kills() -> list[Fault]:
@@ -74,3 +77,14 @@ async def test_f17_kv44_random_cancels_leave_nothing(soak: HandoffSoak) -> None:
 
 async def test_kv36_kv37_kv57_restarts_at_the_same_port(soak: HandoffSoak) -> None:
     await soak.restart_everybody(NUM_RESTARTS)
+
+
+async def test_f01_kv24_the_verified_prefix_outlives_its_sender_and_only_the_rest_is_asked_of_another(
+    soak: HandoffSoak,
+) -> None:
+    num_bytes = await soak.salvage()
+    assert 0 < num_bytes < 0.75 * PROMPT_TOKENS * BYTES_OF_A_TOKEN
+
+
+async def test_kv29_kv48_kv52_choices_and_short_requests_never_meet(soak: HandoffSoak) -> None:
+    await soak.ask_many(NUM_SHORT_REQUESTS, num_choices=4)

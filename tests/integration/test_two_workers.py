@@ -158,7 +158,7 @@ async def test_f01_sigkill_of_prefill_in_mid_transfer_goes_on_with_another(fleet
     await healthy.wait_for(all_blocks_are_back, BACK_TIMEOUT_S, "prefill blocks are back")
 
 
-async def test_f07_sigkill_of_the_only_prefill_worker_ends_in_local_prefill(fleet: WorkerFleet) -> None:
+async def test_f07_kv24_sigkill_of_the_only_prefill_worker_ends_in_local_prefill(fleet: WorkerFleet) -> None:
     prefill, decode = await asyncio.gather(
         fleet.start("prefill", "prefill-0", link_bytes_per_s=SLOW_LINK_BYTES_PER_S),
         fleet.start("decode", "decode-0"),

@@ -118,6 +118,15 @@ def test_kv2_the_request_names_the_held_prefix_and_only_the_missing_blocks() -> 
     assert (landing.first_block, landing.destination) == (2, blocks(2, 5))
 
 
+def test_kv19_no_peer_hears_of_the_look_ahead_and_decode_blocks() -> None:
+    side = Side()
+    side.tell(on.TransferWanted(), on.BlocksReserved(blocks(0, 1), blocks(1, 4), blocks(4, 7)))
+    opened, asked = side.tell(on.PeerReady(PEERS[0], FENCED))
+    assert isinstance(opened, on.OpenLanding)
+    assert isinstance(asked, on.SendPrefill)
+    assert opened.destination == asked.destination == blocks(1, 4)
+
+
 def test_a_reject_asks_the_next_worker_with_the_same_blocks_and_a_new_epoch() -> None:
     side = Side().request()
     first = side.ref
@@ -159,7 +168,7 @@ def test_kv4_a_silent_one_sided_writer_loses_its_endpoint_before_its_blocks_come
     assert side.machine.is_over
 
 
-def test_kv6_one_rank_drained_frees_nothing_while_its_sibling_may_write() -> None:
+def test_kv6_kv41_one_rank_drained_frees_nothing_while_its_sibling_may_write() -> None:
     side = Side(MUST_DRAIN, num_ranks=2).receive()
     ref = side.ref
     side.tell(on.RankCommitted(ref, 0, 0, failure=KvTransferFailed("rank 0 broke")))

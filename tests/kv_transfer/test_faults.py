@@ -153,7 +153,7 @@ def run(pair: FaultyPair, num_transfers: int, faults: Sequence[Fault]) -> None:
         pair.target.close()
 
 
-def test_f25_kv1_no_fault_makes_a_wrong_block_count_as_right_or_leaks_one() -> None:
+def test_f25_kv1_kv75_no_fault_makes_a_wrong_block_count_as_right_or_leaks_one() -> None:
     run(FaultyPair(lambda table, _: DirectSender(table)), NUM_DIRECT, FAULTS)
 
 

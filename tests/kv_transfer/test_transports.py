@@ -106,7 +106,7 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 160, 1000])
 @pytest.mark.parametrize("chunk", [16, 100, 4096])
-def test_oracle_kv_arrives_in_its_place(rig: Rig, num_tokens: int, chunk: int) -> None:
+def test_kv16_oracle_kv_arrives_in_its_place_whatever_the_chunks(rig: Rig, num_tokens: int, chunk: int) -> None:
     link, num_blocks = rig.link(), -(-num_tokens // 16)
     source, target = refs(*range(num_blocks)), refs(*reversed(range(num_blocks)))
     session, outcome = link.open(1, source, target, num_tokens)
@@ -143,7 +143,7 @@ def test_kv2_prefix_that_the_receiver_holds_is_not_sent_and_not_touched(
     np.testing.assert_array_equal(rig.target.tensor[28 - have_blocks :].numpy(), before.numpy())
 
 
-def test_thousands_of_small_frames_pass_although_nobody_reads_the_answers(rig: Rig) -> None:
+def test_kv73_thousands_of_small_frames_pass_although_nobody_reads_the_answers(rig: Rig) -> None:
     sender, key = rig.sender(), TransferId((1).to_bytes(16, "big"))
     rig.table.open(key, 1, refs(5), 0, lambda *_: None)
     header, payload = frame(rig, 1, 7, 0, 0, prompt=9)
@@ -308,7 +308,7 @@ def test_a_connection_that_breaks_in_a_frame_verifies_nothing_and_unpins(rig: Ri
     ],
     ids=["nothing", "http", "pickle", "noise", "tls"],
 )
-def test_sb30_garbage_on_the_port_is_refused_and_the_next_peer_is_served(rig: Rig, garbage: bytes) -> None:
+def test_sb30_kv74_garbage_on_the_port_is_refused_and_the_next_peer_is_served(rig: Rig, garbage: bytes) -> None:
     (offer,) = rig.ends.offers()
     kind = socket.AF_INET if rig.transport in NETWORK_TRANSPORTS else socket.AF_UNIX
     host, _, port = offer.address.rpartition(":")

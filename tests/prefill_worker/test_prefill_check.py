@@ -116,7 +116,9 @@ def _adapter(message: handoff_pb2.PrefillRequest) -> None:
         (_adapter, "scope.lora_name"),
     ],
 )
-def test_s_b27_what_does_not_fit_is_refused(spoil: Callable[[handoff_pb2.PrefillRequest], None], param: str) -> None:
+def test_s_b27_kv71_what_does_not_fit_is_refused(
+    spoil: Callable[[handoff_pb2.PrefillRequest], None], param: str
+) -> None:
     message = request()
     spoil(message)
     with pytest.raises(TandemError) as error:
