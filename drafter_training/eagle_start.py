@@ -13,9 +13,9 @@ import torch
 
 from drafter_training.eagle_model import EagleModel, unit_rms
 from drafter_training.feature_store import StoredTurn
+from drafter_training.ridge_regression import RidgeRegression
 from drafter_training.target_parts import TargetParts
 
-RIDGE = 3e-3  # of a row's weight
 TURNS_AT_ONCE = 32
 
 
@@ -24,7 +24,7 @@ def start_eagle(model: EagleModel, target: TargetParts, turns: Sequence[StoredTu
     """Sets fusions, outputs and final norm; the rest keeps its random start."""
     hidden, eps = target.config.hidden_size, target.config.rms_norm_eps
     num_taps = turns[0].taps.shape[1]
-    first, following = _Regression((num_taps + 1) * hidden, hidden), _Regression(2 * hidden, hidden)
+    first, following = RidgeRegression((num_taps + 1) * hidden, hidden), RidgeRegression(2 * hidden, hidden)
     for start in range(0, len(turns), TURNS_AT_ONCE):
         taps, embeddings, wanted = [], [], []
         for turn in turns[start : start + TURNS_AT_ONCE]:
@@ -40,23 +40,3 @@ def start_eagle(model: EagleModel, target: TargetParts, turns: Sequence[StoredTu
     model.attention_output.weight.zero_()
     model.down.weight.zero_()
     model.final_norm.copy_(target.final_norm)
-
-
-class _Regression:
-    """Ridge regression from sums over rows."""
-
-    def __init__(self, num_inputs: int, num_outputs: int) -> None:
-        self._inputs = torch.zeros(num_inputs, num_inputs)
-        self._products = torch.zeros(num_inputs, num_outputs)
-        self._num_rows = 0
-
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        self._inputs.addmm_(x.T, x)
-        self._products.addmm_(x.T, y)
-        self._num_rows += len(x)
-
-    def solve(self) -> torch.Tensor:
-        """[outputs, inputs]"""
-        ridge = RIDGE * self._num_rows * torch.eye(len(self._inputs))
-        solution: torch.Tensor = torch.linalg.solve(self._inputs + ridge, self._products)
-        return solution.T.contiguous()

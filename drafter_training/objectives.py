@@ -14,7 +14,7 @@ from drafter_training.eagle_model import EagleModel, shifted, unit_rms
 from drafter_training.eagle_start import start_eagle
 from drafter_training.feature_store import StoredTurn
 from drafter_training.guess_losses import HeldGuesses, count_held, distillation_loss, draw_candidates
-from drafter_training.medusa_model import MedusaModel
+from drafter_training.medusa_model import MedusaModel, start_medusa
 from drafter_training.target_parts import TargetParts
 from drafter_training.trainer import Objective
 
@@ -42,8 +42,9 @@ def make_objective(
             loss=lambda batch, generator: losses.divergence(medusa_states(batch), batch, generator),
             count_held=lambda batch, counted: losses.count(medusa_states(batch), batch, counted),
             num_guesses=NUM_GUESSES,
+            slow_prefixes=("linears",),
         )
-        return objective, lambda: None
+        return objective, lambda: start_medusa(medusa, target, turns)
     longest = max(len(turn.taps) for turn in turns)
     eagle = EagleModel(target.config, turns[0].taps.shape[1], longest)
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.identity import RequestId
+from decode_worker.speculation.confident_tree import MIN_CONFIDENCE, chain_with_siblings, likeliest
 from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, EagleLayer, Rows
 from decode_worker.speculation.small_products import FloatArray
 from engine.draft import Draft
@@ -27,8 +28,8 @@ MAX_GUESSES = 15
 BLOCKS_PER_CONTEXT = WINDOW_BLOCKS + -(-MAX_GUESSES // BLOCK_TOKENS) + 1
 # Rows that wait to be read. Where guessing rests for longer, the context starts anew with the last of them.
 MAX_UNREAD = 32
-# A chain ends where the guess and all before it would hold less often: its row would cost more than it gives.
-MIN_CONFIDENCE = 0.2
+# Guessing goes on behind a chain that holds this often: a guess costs the drafter a pass over its weights.
+MIN_REACH = 0.2
 
 
 @dataclass(slots=True)
@@ -53,11 +54,19 @@ class EagleDrafter:
 
     name = "eagle"
 
-    def __init__(self, layer: EagleLayer, max_contexts: int, *, min_confidence: float = MIN_CONFIDENCE) -> None:
+    def __init__(
+        self,
+        layer: EagleLayer,
+        max_contexts: int,
+        *,
+        min_confidence: float = MIN_CONFIDENCE,
+        min_reach: float = MIN_REACH,
+    ) -> None:
         """The layer's pool holds `max_contexts * BLOCKS_PER_CONTEXT` blocks."""
         self.tap_layers = layer.tap_layers
         self._layer = layer
         self._min_confidence = min_confidence
+        self._min_reach = min_reach
         self._free = np.split(np.arange(max_contexts * BLOCKS_PER_CONTEXT, dtype=np.int32), max_contexts)
         self._contexts: OrderedDict[RequestId, _Context] = OrderedDict()  # the one that was used longest ago first
 
@@ -83,18 +92,15 @@ class EagleDrafter:
             return Draft()
         self._contexts.move_to_end(request_id)
         logits, state = self._read(context)
-        guesses: list[int] = []
-        confidence = 1.0
-        for offset in range(min(num_drafts, MAX_GUESSES)):
-            if offset:
-                rows = Rows(context.blocks, context.num_cached + offset - 1, context.next_position + offset - 1)
-                logits, state = self._layer.next_guess(rows, state, guesses[-1])
-            best = int(logits.argmax())
-            confidence /= float(np.exp(logits - logits[best]).sum())
-            if confidence < self._min_confidence:
-                break
-            guesses.append(self._layer.vocabulary[best])
-        return Draft.chain(guesses)
+        laws = [likeliest(logits, self._layer.vocabulary)]
+        reach = laws[0].probabilities[0]
+        while len(laws) < min(num_drafts, MAX_GUESSES) and reach >= self._min_reach:
+            ahead = len(laws) - 1
+            rows = Rows(context.blocks, context.num_cached + ahead, context.next_position + ahead)
+            logits, state = self._layer.next_guess(rows, state, laws[-1].token_ids[0])
+            laws.append(likeliest(logits, self._layer.vocabulary))
+            reach *= laws[-1].probabilities[0]
+        return chain_with_siblings(laws, num_drafts, self._min_confidence)
 
     def forget(self, request_id: RequestId) -> None:
         context = self._contexts.pop(request_id, None)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from decode_worker.speculation.drafter_file import DrafterFile
-from decode_worker.speculation.small_products import FloatArray, fits_blocks, make_product, unit_rms
+from decode_worker.speculation.small_products import BFloat16Rows, FloatArray, fits_blocks, make_product, unit_rms
 from engine import native_library
 from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
@@ -48,7 +48,7 @@ class EagleLayer:
         self.tap_layers = file.tap_layers
         self.vocabulary: list[int] = file.vocabulary.tolist()
         self._eps = target.rms_norm_eps
-        self._embedding = embedding.to(torch.bfloat16)
+        self._embedding = BFloat16Rows(embedding)
         self._fuse_first = make_product(file.tensors["fuse_first.weight"])
         self._fuse_next = make_product(file.tensors["fuse_next.weight"])
         config = replace(
@@ -79,7 +79,7 @@ class EagleLayer:
         self._memory.close()
 
     def _embedded(self, token_ids: Sequence[int]) -> FloatArray:
-        return unit_rms(self._embedding[list(token_ids)].float().numpy(), self._eps)
+        return unit_rms(self._embedding.rows(token_ids), self._eps)
 
     def _forward(self, rows: Rows, inputs: FloatArray) -> tuple[FloatArray, FloatArray]:
         count = len(inputs)

@@ -13,13 +13,11 @@ import numpy as np
 import torch
 
 from cluster.identity import RequestId
+from decode_worker.speculation.confident_tree import MIN_CONFIDENCE, likeliest, product_tree
 from decode_worker.speculation.drafter_file import DrafterFile
 from decode_worker.speculation.small_products import FloatArray, make_product, unit_rms
 from engine.draft import Draft
 from engine.model_config import ModelConfig
-
-# A chain ends where the guess and all before it would hold less often than this.
-MIN_CONFIDENCE = 0.2
 
 
 class MedusaDrafter:
@@ -46,7 +44,8 @@ class MedusaDrafter:
         self._max_contexts = max_contexts
         blocks = sorted(name for name in file.tensors if name.startswith("blocks.") and name.endswith(".weight"))
         self._num_heads = len(blocks)
-        self._blocks = make_product(torch.cat([file.tensors[name] for name in blocks]))
+        self._linears = make_product(torch.cat([file.tensors[f"linears.{i}.weight"] for i in range(len(blocks))]))
+        self._blocks = [make_product(file.tensors[name]) for name in blocks]
         self._biases = _stacked(file, [name.removesuffix("weight") + "bias" for name in blocks])
         self._norms = _stacked(file, [f"norms.{index}" for index in range(len(blocks))])
         self._head = make_product(head[file.vocabulary])
@@ -70,17 +69,12 @@ class MedusaDrafter:
             return Draft()
         num_guesses = min(num_drafts, self._num_heads)
         hidden = unit_rms(state[None], self._eps) * self._final_norm
-        inner = self._blocks(hidden).reshape(self._num_heads, -1)[:num_guesses] + self._biases[:num_guesses]
-        logits = self._head(self._norms[:num_guesses] * (hidden + inner / (1 + np.exp(-inner))))
-        guesses: list[int] = []
-        confidence = 1.0
-        for row in logits:
-            best = int(row.argmax())
-            confidence /= float(np.exp(row - row[best]).sum())
-            if confidence < self._min_confidence:
-                break
-            guesses.append(self._vocabulary[best])
-        return Draft.chain(guesses)
+        ahead = self._linears(hidden).reshape(self._num_heads, -1)[:num_guesses]
+        inner = np.concatenate([block(row[None]) for block, row in zip(self._blocks, ahead, strict=False)])
+        inner += self._biases[:num_guesses]
+        logits = self._head(self._norms[:num_guesses] * (ahead + inner / (1 + np.exp(-inner))))
+        laws = [likeliest(row, self._vocabulary) for row in logits]
+        return product_tree(laws, num_drafts, self._min_confidence)
 
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)

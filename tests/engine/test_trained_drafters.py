@@ -45,7 +45,7 @@ def junk_eagle() -> Drafter:
     """Random weights, and the embedding as head: it guesses something at every step."""
     file = eagle_file(random_eagle(SMALL_LLAMA, TAPS), TAPS, 96)
     layer = EagleLayer(file, SMALL_LLAMA, EMBEDDING, EMBEDDING, NUM_CONTEXTS * BLOCKS_PER_CONTEXT)
-    return EagleDrafter(layer, NUM_CONTEXTS, min_confidence=0.0)
+    return EagleDrafter(layer, NUM_CONTEXTS, min_confidence=0.0, min_reach=0.0)
 
 
 def junk_medusa() -> Drafter:

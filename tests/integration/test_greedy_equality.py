@@ -73,3 +73,16 @@ def test_concurrent_requests_are_batched_and_have_the_tokens_they_have_alone(
     assert answers == [row["tokens"] for row in rows]
     decode = [worker for worker in cluster.status()["workers"] if worker["role"] == "decode"]
     assert max(worker["counters"]["max_batch_size"] for worker in decode) >= NUM_CONCURRENT // 2
+
+
+def test_s33_only_the_decode_worker_speculates_with_a_trained_drafter_and_no_token_changes(
+    reference: list[dict[str, Any]], start_cluster: Callable[..., RunningCluster]
+) -> None:
+    """The prefill worker knows nothing of it; the drafter learns each request from the rows that decoding gives."""
+    cluster = start_cluster(*TOPOLOGIES["shm"], "--dtype", "float32", "--speculation", "eagle")
+    rows = reference[:6]
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda row: generate_tokens(cluster.grpc_address, row["prompt"], 64)[0], rows))
+    assert answers == [row["tokens"] for row in rows]
+    (decode,) = [worker for worker in cluster.status()["workers"] if worker["role"] == "decode"]
+    assert decode["counters"]["speculation_drafts_accepted"] > 0

@@ -50,7 +50,8 @@ def test_guesses_are_those_of_the_trained_module(monkeypatch: pytest.MonkeyPatch
                 int(FILE.vocabulary[(state @ HEAD[FILE.vocabulary].float().T).argmax()])
                 for state in model.states(hidden)
             ]
-        assert medusa.propose(R1, 5) == Draft.chain(expected)
+        chain = medusa.propose(R1, 15).first_chain()
+        assert chain == Draft.chain(expected)
 
 
 def test_only_the_newest_state_counts(backend: str) -> None:
