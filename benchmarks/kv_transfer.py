@@ -1,16 +1,22 @@
 """What moving KV costs on one host: bandwidth by transport, block size and group size, beside memcpy of the same run.
 
-    python -m benchmarks.kv_transfer [--transports shm,shm-direct,tcp] [--plot bench-out/kv_transfer.png]
+    python -m benchmarks.kv_transfer [--transports shm,shm-direct,tcp,ucx,nixl] [--out bench-out]
 
 Sender and receiver are two processes. A round moves `ROUND_BYTES` in frames of one group each: gathered from blocks
 that lie scattered in the sender's pool, digested, sent, landed in scattered blocks, digested again and compared. Shown
-is the median of the rounds but the first. memcpy copies the same runs between two arrays of this process on one thread:
+is the median of the rounds but the first. memcpy copies the same runs between two pools of this process on one thread:
 what one copy without any check could reach.
+
+On a machine that is not one's own the wall clock shows the neighbours. So the CPU time of each side is shown beside it:
+both sides work at once, so the slower one bounds what a quiet machine with two free cores moves.
+`benchmarks.kv_exposed` measures what of a transfer a request waits for.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import functools
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -22,8 +28,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from benchmarks.machine import describe_machine
 from cluster.identity import TransferId
@@ -74,16 +78,31 @@ class Case:
         return POOL_BYTES // self.layout.block_bytes
 
     def blocks_of(self, seq: int) -> list[int]:
-        """Blocks of one frame: spread over the pool, none twice."""
-        first = seq * self.blocks_per_frame
-        return [(first + index) * 7919 % self.num_blocks for index in range(self.blocks_per_frame)]
+        """Blocks of one frame: spread over the pool, none twice. Each round has the same."""
+        return _blocks(self, seq % self.frames_per_round)
+
+
+@functools.cache  # the first round, which does not count, works them out
+def _blocks(case: Case, frame: int) -> list[int]:
+    first = frame * case.blocks_per_frame
+    return [(first + index) * 7919 % case.num_blocks for index in range(case.blocks_per_frame)]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
+    """GB/s: by the wall clock; by the CPU time of the sending and of the receiving thread."""
+
     case: Case
     gb_per_s: float
+    send_gb_per_s: float
+    receive_gb_per_s: float
     memcpy_gb_per_s: float
+    digest_gb_per_s: float  # one reading of the same runs
+
+    @property
+    def share(self) -> float:
+        """What the slower side reaches of memcpy, by CPU time."""
+        return min(self.send_gb_per_s, self.receive_gb_per_s) / self.memcpy_gb_per_s
 
 
 class CountingSink:
@@ -91,6 +110,7 @@ class CountingSink:
 
     def __init__(self, case: Case, memory: KvMemory) -> None:
         self.arrivals: list[float] = []
+        self.cpu_s: list[float] = []  # of the receiving thread, at each arrival
         self.is_done = threading.Event()
         self._case, self._memory = case, memory
 
@@ -101,6 +121,7 @@ class CountingSink:
         if arrived_digest != header.digest:
             raise RuntimeError(f"frame {header.seq} arrived wrong")
         self.arrivals.append(time.perf_counter())
+        self.cpu_s.append(time.thread_time())
         if len(self.arrivals) == NUM_ROUNDS * self._case.frames_per_round:
             self.is_done.set()
 
@@ -110,18 +131,22 @@ class CountingSink:
 
 def send(case: Case, address: str, nonce: bytes, control: multiprocessing.connection.Connection) -> None:
     """The sending process."""
-    memory = KvMemory(case.layout, case.num_blocks)
-    memory.tensor.view(-1).fill_(1.5)
+    memory = filled_pool(case)
     sender = SENDERS[case.transport](address, nonce, 0)
     control.send("ready")
     control.recv()
+    cpu_s, ticket = [time.thread_time()], None
     for seq in range(NUM_ROUNDS * case.frames_per_round):
         layer = seq % case.layout.num_layers
         payload = memory.runs(case.blocks_of(seq), layer, 1)
         digest = digest_of(payload)
         header = FrameHeader(TRANSFER, 1, 0, seq, layer, 1, 0, case.blocks_per_frame, case.frame_bytes, digest)
-        sender.push(header, payload)
-    sender.poll()
+        ticket = sender.push(header, payload)
+        if (seq + 1) % case.frames_per_round == 0:
+            cpu_s.append(time.thread_time())
+    while ticket is not None and not ticket.done:
+        sender.poll()
+    control.send(cpu_s)
     control.recv()
     sender.close()
 
@@ -141,49 +166,90 @@ def measure(case: Case) -> Result:
         process.start()
         try:
             here.recv()
-            memcpy_gb_per_s = copy_speed(case)
+            memcpy_gb_per_s, digest_gb_per_s = floor_speeds(case)
             here.send("go")
             if not sink.is_done.wait(ROUND_TIMEOUT_S):
                 raise TimeoutError(f"{case} did not finish")
+            send_cpu_s = here.recv()
             here.send("end")
         finally:
             process.join(10)
             ends.close()
     memory.close()
-    return Result(case, statistics.median(round_speeds(case, sink.arrivals)), memcpy_gb_per_s)
+    return Result(
+        case,
+        median_speed(at_round_ends(case, sink.arrivals)),
+        median_speed(send_cpu_s[1:]),
+        median_speed(at_round_ends(case, sink.cpu_s)),
+        memcpy_gb_per_s,
+        digest_gb_per_s,
+    )
 
 
-def round_speeds(case: Case, arrivals: Sequence[float]) -> list[float]:
-    """GB/s of each round but the first, which maps pages and fills queues."""
+def at_round_ends(case: Case, at_arrivals: Sequence[float]) -> list[float]:
     size = case.frames_per_round
-    ends = [arrivals[(number + 1) * size - 1] for number in range(NUM_ROUNDS)]
-    return [ROUND_BYTES / (end - start) / 1e9 for start, end in itertools.pairwise(ends)]
+    return [at_arrivals[(number + 1) * size - 1] for number in range(NUM_ROUNDS)]
 
 
-def copy_speed(case: Case) -> float:
-    """memcpy of the same runs from pool to pool, in GB/s."""
-    source, target = (np.ones(POOL_BYTES, np.uint8) for _ in range(2))
-    cell, block = case.layout.cell_bytes, case.layout.block_bytes
-    speeds = []
+def median_speed(round_ends_s: Sequence[float]) -> float:
+    """GB/s of the rounds but the first, which maps pages and fills queues."""
+    return statistics.median(ROUND_BYTES / (end - start) / 1e9 for start, end in itertools.pairwise(round_ends_s))
+
+
+def filled_pool(case: Case) -> KvMemory:
+    memory = KvMemory(case.layout, case.num_blocks)
+    memory.tensor.view(-1).fill_(1.5)
+    return memory
+
+
+def floor_speeds(case: Case) -> tuple[float, float]:
+    """GB/s by CPU time on one thread: of memcpy of the same runs from pool to pool, and of their digest alone."""
+    source, target = filled_pool(case), filled_pool(case)
+    frames = [(case.blocks_of(seq), seq % case.layout.num_layers, 1) for seq in range(case.frames_per_round)]
+    pairs = [(source.runs(*frame), target.runs(*frame)) for frame in frames]
+    copied = [time.thread_time()]
     for _ in range(NUM_ROUNDS):
-        started = time.perf_counter()
-        for seq in range(case.frames_per_round):
-            offset = seq % case.layout.num_layers * cell
-            for index in case.blocks_of(seq):
-                start = index * block + offset
-                target[start : start + cell] = source[start : start + cell]
-        speeds.append(ROUND_BYTES / (time.perf_counter() - started) / 1e9)
-    return statistics.median(speeds)
+        for here, there in pairs:
+            for from_run, to_run in zip(here, there, strict=True):
+                to_run[:] = from_run
+        copied.append(time.thread_time())
+    digested = [time.thread_time()]
+    for _ in range(NUM_ROUNDS):
+        for here, _ in pairs:
+            digest_of(here)
+        digested.append(time.thread_time())
+    return median_speed(copied), median_speed(digested)
+
+
+CSV_COLUMNS = (
+    "transport", "block_tokens", "group_bytes", "gb_per_s", "send_cpu_gb_per_s", "receive_cpu_gb_per_s",
+    "memcpy_cpu_gb_per_s", "digest_cpu_gb_per_s", "share_of_memcpy",
+)  # fmt: skip
+HEADINGS = "transport   block  group KiB   GB/s   send  receive  memcpy  digest  share"
 
 
 def table(results: Sequence[Result]) -> str:
-    lines = ["transport   block  group KiB   GB/s  memcpy  share"]
+    lines = [HEADINGS]
     lines += [
         f"{one.case.transport:11} {one.case.block_tokens:5} {one.case.frame_bytes // 1024:10} {one.gb_per_s:6.2f} "
-        f"{one.memcpy_gb_per_s:7.2f} {one.gb_per_s / one.memcpy_gb_per_s:6.0%}"
+        f"{one.send_gb_per_s:6.2f} {one.receive_gb_per_s:8.2f} {one.memcpy_gb_per_s:7.2f} {one.digest_gb_per_s:7.2f} "
+        f"{one.share:6.0%}"
         for one in results
     ]
     return "\n".join(lines)
+
+
+def write_csv(results: Sequence[Result], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(CSV_COLUMNS)
+        for one in results:
+            speeds = (one.gb_per_s, one.send_gb_per_s, one.receive_gb_per_s, one.memcpy_gb_per_s, one.digest_gb_per_s)
+            case = one.case
+            writer.writerow(
+                [case.transport, case.block_tokens, case.frame_bytes, *(f"{x:.3f}" for x in (*speeds, one.share))]
+            )
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -214,7 +280,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--transports", default="shm,shm-direct,tcp")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--out", type=Path, help="folder for kv_transfer.csv and kv_transfer.png")
     arguments = parser.parse_args()
     print(describe_machine().one_line)
     results = [
@@ -224,8 +290,9 @@ def main() -> None:
         for group_bytes in GROUP_BYTES
     ]
     print(table(results))
-    if arguments.plot is not None:
-        plot(results, arguments.plot)
+    if arguments.out is not None:
+        write_csv(results, arguments.out / "kv_transfer.csv")
+        plot(results, arguments.out / "kv_transfer.png")
 
 
 if __name__ == "__main__":
