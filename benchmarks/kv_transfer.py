@@ -9,7 +9,6 @@ what one copy without any check could reach.
 
 On a machine that is not one's own the wall clock shows the neighbours. So the CPU time of each side is shown beside it:
 both sides work at once, so the slower one bounds what a quiet machine with two free cores moves.
-`benchmarks.kv_exposed` measures what of a transfer a request waits for.
 """
 
 from __future__ import annotations
