@@ -1,13 +1,13 @@
 """Drafters against no speculation, side by side in one process: tokens a second, acceptance, where the time goes.
 
-    python -m benchmarks.speculation [--drafters eagle,medusa] [--prompts FILE.jsonl] [--num-prompts N] [--tokens N]
-                                     [--batch B] [--num-drafts K] [--model M] [--json]
+    python -m benchmarks.speculation [--drafters eagle,medusa] [--prompts FILE.jsonl] [--task own|copy]
+                                     [--num-prompts N] [--tokens N] [--batch B] [--num-drafts K] [--model M] [--json]
 
 Each batch of prompts is decoded greedily by every drafter in turn (the order rotates), on one runner. What is timed is
 decoding: from the first token that the engine gives to the last one, in processor time of the engine's thread beside
 wall time, so other work on the machine does not count, though its use of the memory does. Without a file the prompts
-are our own (`drafter_training.instructions`, a seed that no training uses). A file has a JSON object on each line, with
-`turns`: the first one is asked.
+are our own (`drafter_training.instructions`, a seed that no training uses), or with `--task copy` such that the answer
+stands in the prompt. A file has a JSON object on each line, with `turns`: the first one is asked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -194,11 +194,21 @@ def _rate(batches: Sequence[Decoded], time_name: str) -> float:
     return sum(batch.num_tokens for batch in batches) / max(1e-9, seconds)
 
 
-def read_prompts(path: str, count: int) -> list[str]:
+def read_prompts(path: str, task: str, count: int) -> list[str]:
     if not path:
-        return list(islice(instructions(OWN_PROMPTS_SEED), count))
+        return list(islice(copying() if task == "copy" else instructions(OWN_PROMPTS_SEED), count))
     with open(path, encoding="utf-8") as file:
         return [json.loads(line)["turns"][0] for line in islice(file, count)]
+
+
+def copying() -> Iterator[str]:
+    """Tasks whose answer is mostly in the prompt, over texts made of instructions that no training uses."""
+    source = instructions(OWN_PROMPTS_SEED)
+    while True:
+        text = "\n".join(f"{number}. {next(source)}" for number in range(1, 7))
+        yield f"Copy this list word for word, all six lines, and write nothing else:\n\n{text}"
+        yield f"Here is a list:\n\n{text}\n\nWrite the whole list again with every line as it is."
+        yield f"{text}\n\nRepeat the text above exactly."
 
 
 def print_table(rows: Sequence[DrafterFigures]) -> None:
@@ -219,6 +229,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Drafters against no speculation, side by side.")
     parser.add_argument("--drafters", type=lambda text: text.split(","), default=["eagle", "medusa"])
     parser.add_argument("--prompts", default="", help="JSON lines with `turns`; empty: our own")
+    parser.add_argument("--task", choices=("own", "copy"), default="own", help="which of our own prompts")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer, at most")
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
@@ -233,7 +244,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     chat = ChatFormat(load_tokenizer(resolve_model(options.model)))
-    asked = read_prompts(options.prompts, options.num_prompts)
+    asked = read_prompts(options.prompts, options.task, options.num_prompts)
     prompts = [chat.encode([{"role": "user", "content": text}]) for text in asked]
     prompts = [prompt for prompt in prompts if len(prompt) + options.tokens < MAX_MODEL_LEN]
     with tempfile.TemporaryDirectory() as runtime_dir:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import RequestExceedsKvCapacity, StartupError
 from engine.block_pool import BlockPool
+from engine.mock_engine import StepTiming
 from engine.request import EngineLimits
 from engine.scheduler import ADMISSION_LOOKAHEAD, MAX_OVERTAKEN, MAX_PREEMPTIONS, Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
@@ -460,3 +461,53 @@ def test_cancelled_waiters_do_not_pile_up() -> None:
     for _ in range(500):
         desk.finish(desk.arrive(3))
     assert len(desk.scheduler.waiting._heap) <= 20
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
+def test_k14_eight_streams_beside_endless_long_prompts_get_a_token_each_step_within_the_budgets_time() -> None:
+    """In virtual time: a step with decodes is never longer than one of a full budget, and no decode sits one out."""
+    timing = StepTiming((0.0, 1.2, 0.0), (9.0, 0.5, 0.0))
+    desk = Desk(
+        max_batch_tokens=64, max_sequences=16, max_model_len=8192, num_blocks=2000, long_prefill_token_threshold=48
+    )
+    streams = [desk.arrive(5, max_tokens=400) for _ in range(8)]
+    while any(stream.num_generated == 0 for stream in streams):
+        desk.step()
+    budget_s = (9.0 + 8 * 0.5 + 56 * 1.2) / 1000
+    gaps_s, prefilled = [], 0
+    for turn in range(200):
+        if turn % 8 == 0:
+            desk.arrive(6000 if turn % 16 else 600, max_tokens=1)
+        before = [stream.num_tokens for stream in streams]
+        plan = desk.step()
+        assert [stream.num_tokens - length for stream, length in zip(streams, before, strict=True)] == [1] * 8
+        decodes = [chunk for chunk in plan.chunks if chunk.sequence in streams]
+        prefilled += sum(chunk.num_tokens for chunk in plan.chunks) - len(decodes)
+        gaps_s.append(timing.step_s(plan.chunks))
+    assert max(gaps_s) <= budget_s + 1e-9
+    assert prefilled >= 200 * 48, "the long prompts do not starve behind the streams either"
+
+
+@pytest.mark.parametrize("queue_length", [10, 1000, 10_000])
+def test_what_a_step_looks_at_does_not_grow_with_the_queue(queue_length: int) -> None:
+    desk = Desk(max_sequences=4, num_blocks=64)
+    for _ in range(4):
+        desk.arrive(5)
+    desk.step()
+    for index in range(queue_length):
+        desk.arrive(3 + index % 50, priority=index % 3 + 1)
+    looked_at: list[str] = []
+    waiting = desk.scheduler.waiting
+    for name in ("push", "pop", "peek"):
+        whole = getattr(waiting, name)
+
+        def counted(*arguments: Any, name: str = name, whole: Any = whole) -> Any:
+            looked_at.append(name)
+            return whole(*arguments)
+
+        setattr(waiting, name, counted)
+    for _ in range(50):
+        desk.step()
+    assert len(looked_at) <= 50 * (2 * ADMISSION_LOOKAHEAD + 2)
