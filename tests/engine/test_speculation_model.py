@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import StartupError
+from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.draft import Drafter
@@ -17,12 +18,13 @@ from decode_worker.speculation.opening import open_speculator
 from decode_worker.speculation.speculator import DraftingSpeculator
 from decode_worker.speculation.suffix import SuffixDrafter
 from engine.block_pool import BlockPool
-from engine.draft import Draft
+from engine.draft import ROOT, Draft
 from engine.drafting import Speculator
 from engine.engine import Engine
 from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits
 from engine.runner_factory import BuiltRunner, build_runner
+from engine.swap_space import SwapSpace
 from tests.engine.engine_bench import DEADLINE_S, Collector, make_request
 from tests.engine.tiny_models import random_model, save_gguf
 
@@ -56,11 +58,19 @@ def built(settings: WorkerSettings) -> BuiltRunner:
     return build_runner(settings)
 
 
-def tokens_with(built: BuiltRunner, settings: WorkerSettings, speculator: Speculator | None) -> list[list[int]]:
-    pool = BlockPool(built.memory.num_blocks, settings.block_tokens, built.config.fingerprint)
+def tokens_with(
+    built: BuiltRunner,
+    settings: WorkerSettings,
+    speculator: Speculator | None,
+    *,
+    num_blocks: int = 64,
+    swap: SwapSpace | None = None,
+    counters: dict[str, float] | None = None,
+) -> list[list[int]]:
+    pool = BlockPool(num_blocks, settings.block_tokens, built.config.fingerprint)
     limits = EngineLimits(max_model_len=built.max_model_len, max_sequences=8, max_batch_tokens=64)
     executor = ModelExecutor(built.runner, limits, settings.block_tokens, built.memory)
-    engine = Engine(executor, pool, limits, speculator=speculator)
+    engine = Engine(executor, pool, limits, speculator=speculator, swap=swap)
     sink = Collector(deadline_s=10 * DEADLINE_S)
     engine.start(sink)
     kinds = [{"temperature": 0.0}, {"temperature": 0.7, "seed": 5}]
@@ -73,6 +83,8 @@ def tokens_with(built: BuiltRunner, settings: WorkerSettings, speculator: Specul
             sink.end(f"r{index}")
     finally:
         engine.stop(DEADLINE_S)
+    if counters is not None:
+        counters.update(engine.counters())
     return [sink.tokens(f"r{index}") for index in range(len(prompts))]
 
 
@@ -89,6 +101,36 @@ def test_s10_tokens_in_float32_are_those_without_drafts(built: BuiltRunner, sett
     opened = open_speculator(settings.model_copy(update={"speculation": "auto"}), built)
     assert opened is not None
     assert tokens_with(built, settings, opened) == plain
+
+
+class BushyDrafter(SuffixDrafter):
+    """The suffix drafter's guesses, each beside two others that nobody means, before and after it."""
+
+    name = "bushy"
+
+    def propose(self, request_id: RequestId, num_drafts: int) -> Draft:
+        token_ids: list[int] = []
+        parents: list[int] = []
+        parent = ROOT
+        for token_id in super().propose(request_id, num_drafts // 3).token_ids:
+            token_ids += [token_id + 1 if token_id < 1000 else token_id - 1, token_id, (token_id + 500) % 49000]
+            parents += [parent] * 3
+            parent = len(token_ids) - 2
+        return Draft(tuple(token_ids), tuple(parents))
+
+
+@pytest.mark.parametrize("way", ["restart", "swap"])
+def test_tokens_in_float32_survive_preemption_with_trees(
+    built: BuiltRunner, settings: WorkerSettings, way: str
+) -> None:
+    plain = tokens_with(built, settings, None)
+    speculator = DraftingSpeculator({"bushy": BushyDrafter()}, "bushy", 15, None)
+    swap = SwapSpace(built.memory, built.memory.layout.block_bytes, 2**28 if way == "swap" else 0)
+    counters: dict[str, float] = {}
+    assert tokens_with(built, settings, speculator, num_blocks=12, swap=swap, counters=counters) == plain
+    assert counters["speculation_drafts_accepted"] > 0
+    assert counters["preemptions"] > 0
+    assert (counters["preemptions_swapped"] > 0) == (way == "swap")
 
 
 def test_s34_a_drafter_that_cannot_run_fails_at_the_start(
