@@ -294,9 +294,10 @@ def test_kv14_a_landed_prompt_without_a_spare_block_still_ends_right() -> None:
 def test_kv45_a_landed_request_that_is_preempted_comes_back() -> None:
     sampling = [params(index, 20) for index in range(3)]
     with EngineBench(block_tokens=4, num_blocks=10) as bench:
-        for index in range(3):
+        # All land first: an engine that is ahead would have taken the blocks of the next one.
+        landings = [land(bench, prompt(7, index)) for index in range(3)]
+        for index, refs in enumerate(landings):
             whole = expected_tokens(prompt(7, index), sampling[index])
-            refs = land(bench, prompt(7, index))
             bench.submit(f"r{index}", prompt(7, index), sampling=sampling[index], landed=landed(refs, whole[0]))
         for index in range(3):
             bench.sink.end(f"r{index}")

@@ -48,7 +48,7 @@ def prompt(num_tokens: int, seed: int = 0) -> list[int]:
 class OracleDrafter:
     """Knows each request's answer; `is_wrong_at(position)` tells where it guesses something else."""
 
-    name = "oracle"
+    name = "draft"  # one that a request may ask for
 
     def __init__(self, answers: dict[str, list[int]], is_wrong_at: Any = lambda position: False) -> None:
         self._answers = answers
@@ -439,7 +439,7 @@ def test_the_prefix_cache_holds_accepted_tokens_only() -> None:
 
 
 def test_s33_a_landed_prompt_is_guessed_for_and_a_held_one_is_not() -> None:
-    prompts, sampling = [prompt(6)], [SamplingParams(max_tokens=11, speculation="oracle", **GREEDY)]
+    prompts, sampling = [prompt(6)], [SamplingParams(max_tokens=11, speculation="draft", **GREEDY)]
     answer = expected_tokens(prompts[0], sampling[0])
     drafter = oracle(prompts, sampling)
     with EngineBench(speculator=drafter) as bench:
