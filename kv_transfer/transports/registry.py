@@ -32,12 +32,14 @@ AUTO_ORDER = ("shm", "ucx", "nixl", "tcp")
 
 
 def resolve(transports: Sequence[str]) -> tuple[str, ...]:
-    """The names that a setting stands for: `auto` is every transport of `AUTO_ORDER` that is installed here."""
+    """The names that a setting stands for: `auto` is every transport of `AUTO_ORDER` that is installed here.
+
+    Of ucx and nixl, which do not share a process, it is the first.
+    """
     if tuple(transports) != (AUTO,):
         return tuple(transports)
-    return tuple(
-        name for name in AUTO_ORDER if name not in OPTIONAL_TRANSPORTS or OPTIONAL_TRANSPORTS[name].is_installed()
-    )
+    names = [name for name in AUTO_ORDER if name not in OPTIONAL_TRANSPORTS or OPTIONAL_TRANSPORTS[name].is_installed()]
+    return tuple(name for name in names if name != nixl.NAME or ucx.NAME not in names)
 
 
 def connect(name: str, address: str, nonce: bytes, throttle_bytes_per_s: int, memory: PoolMemory | None) -> Sender:
@@ -53,8 +55,11 @@ def connect(name: str, address: str, nonce: bytes, throttle_bytes_per_s: int, me
 def load_transports(transports: Sequence[str]) -> None:
     """Loads the libraries that these need: it takes half a second, which no handshake shall wait for.
 
-    Raises `StartupError` for a transport that is unknown, or whose library is not here.
+    Raises `StartupError` for a transport that is unknown, or whose library is not here, and for ucx beside nixl: each
+    brings a UCX library of its own, and a process that used one was aborted by the other.
     """
+    if {ucx.NAME, nixl.NAME} <= set(transports):
+        raise StartupError("transports ucx and nixl cannot share a process: choose one of them", param="transports")
     for name in transports:
         if name not in SENDERS:
             known = ", ".join(SENDERS)

@@ -122,6 +122,9 @@ class _GrantingConnection:
             while self._grants:
                 self._sink.close_frame(self._grants.popleft().header, None)
             os.close(self._probes_memfd)
+            # This object and its sink know each other: the mapping, with a descriptor of its own, would wait for the
+            # collector.
+            del self._sink, self._probes
 
     def _hand_out_pool(self) -> None:
         memory = self._memory

@@ -56,7 +56,9 @@ def test_auto_stands_for_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolve(("auto",)) == ("shm", "tcp")
     for library in OPTIONAL_TRANSPORTS.values():
         monkeypatch.setattr(library, "is_installed", lambda: True)
-    assert resolve(("auto",)) == AUTO_ORDER
+    assert resolve(("auto",)) == tuple(name for name in AUTO_ORDER if name != "nixl")  # ucx is there
+    monkeypatch.setattr(OPTIONAL_TRANSPORTS["ucx"], "is_installed", lambda: False)
+    assert resolve(("auto",)) == ("shm", "nixl", "tcp")
     assert resolve(("tcp", "shm")) == ("tcp", "shm")
 
 
@@ -93,5 +95,7 @@ def test_a_transport_without_its_library_is_refused_at_start_with_the_command(mo
         load_transports(("shm", "ucx"))
     with pytest.raises(StartupError, match="nixl is not installed: pip install --no-deps"):
         load_transports(("nixl",))
+    with pytest.raises(StartupError, match="ucx and nixl cannot share a process"):
+        load_transports(("ucx", "nixl"))
     with pytest.raises(StartupError, match="'carrier-pigeon' is not known"):
         load_transports(("carrier-pigeon",))

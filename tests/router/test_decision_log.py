@@ -35,9 +35,11 @@ async def test_a_move_shows_in_the_explanation(start_router: StartRouter) -> Non
     workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "ab"]
     workers[0].refuse = lambda _: common_pb2.Failure(code="kv_capacity", message="full", retryable=True)
     async with httpx.AsyncClient(base_url=router.url) as http:
-        ids = [(await http.post("/v1/completions", json=BODY)).json()["id"] for _ in range(2)]
-        while len(workers[0].submits) == 0:  # near ties fall to either
-            ids.append((await http.post("/v1/completions", json=BODY)).json()["id"])
+        ids: list[str] = []
+        # Near ties fall to either; a prompt of its own each time, for who has seen one before gets it again.
+        while len(workers[0].submits) == 0 and len(ids) < 100:
+            body = BODY | {"prompt": [100 + len(ids)] * 20}
+            ids.append((await http.post("/v1/completions", json=body)).json()["id"])
         explained = [(await http.get(f"/explain/{request_id}")).json()["placements"] for request_id in ids]
     moved = next(placements for placements in explained if len(placements) == 2)
     assert moved[0]["outcome"]["moved_because"] == "kv_capacity"
