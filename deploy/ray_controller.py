@@ -70,7 +70,7 @@ class ClusterController:
         try:
             self._loop.run_until_complete(self._serve())
         except Exception as error:  # told to whoever asks: there is nobody to raise to on this thread
-            self._failure = str(error)
+            self._failure = str(error) or type(error).__name__
         finally:
             if not self._ready.done():
                 self._ready.set_exception(StartupError(self._failure or "the cluster was stopped while it started"))
