@@ -1,0 +1,69 @@
+"""A pool in a device's memory does what the host's does, byte for byte; torch's CPU stands for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.errors import EngineFailure, StartupError
+from cluster.kv_layout import KvLayout
+from engine.device_kv_memory import DeviceKvMemory
+from engine.kv_memory import KvMemory
+
+LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16", element_bytes=2, block_tokens=4)
+
+
+@pytest.fixture
+def pools() -> tuple[KvMemory, DeviceKvMemory]:
+    """A host pool and a device pool with the same content."""
+    host, device = KvMemory(LAYOUT, 5), DeviceKvMemory(LAYOUT, 5, torch.device("cpu"))
+    content = torch.randn(host.tensor.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    host.tensor.copy_(content)
+    device.tensor.copy_(content)
+    return host, device
+
+
+def assert_same(host: KvMemory, device: DeviceKvMemory) -> None:
+    assert torch.equal(host.tensor.view(torch.uint8), device.tensor.view(torch.uint8))
+
+
+def test_blocks_are_copied_and_tokens_move_as_if_at_once(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
+    for pool in pools:
+        pool.copy_block(0, 3)
+        pool.move_tokens([5, 6, 17], [6, 5, 2])  # two change places
+    assert_same(*pools)
+
+
+def test_saved_blocks_come_back_into_others_and_between_both_kinds(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
+    host, device = pools
+    saved = device.save_blocks([1, 4])
+    assert np.array_equal(saved, host.save_blocks([1, 4]))
+    for pool in pools:
+        pool.restore_blocks([0, 2], saved)
+    assert_same(host, device)
+
+
+def test_zero_and_poison(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
+    _, device = pools
+    device.poison(2)
+    assert device.tensor[2].isnan().all()
+    assert not device.tensor[1].isnan().any()
+    device.zero()
+    assert not device.tensor.any()
+
+
+def test_what_only_host_memory_can_do_is_refused(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
+    _, device = pools
+    for attempt in (lambda: device.address, lambda: device.run(0, 0, 1), lambda: device.runs([0], 0, 1)):
+        with pytest.raises(EngineFailure, match="GPU memory"):
+            attempt()
+    assert device.memfd is None
+
+
+def test_an_empty_pool_is_refused_and_closing_twice_is_fine() -> None:
+    with pytest.raises(StartupError, match="at least one block"):
+        DeviceKvMemory(LAYOUT, 0, torch.device("cpu"))
+    device = DeviceKvMemory(LAYOUT, 1, torch.device("cpu"))
+    device.close()
+    device.close()
