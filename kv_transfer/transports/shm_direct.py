@@ -33,12 +33,12 @@ from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header, pa
 from kv_transfer.kv_memory import KvMemory
 from kv_transfer.transport import PROBE_EPOCH, CancelGuarantee, FrameHeader, FrameSink
 from kv_transfer.transports.byte_runs import address_of, cut
-from kv_transfer.transports.connection_gate import GREETING_TIMEOUT_S, ConnectionGate
+from kv_transfer.transports.connection_gate import ConnectionGate
 from kv_transfer.transports.listener import Listener
 from kv_transfer.transports.probing_sink import PROBE_BYTES, ProbingSink
 from kv_transfer.transports.stream_io import read_exactly, send_gathered, wait_for_byte, wait_until_closed
-from kv_transfer.transports.tcp import introduce
 from kv_transfer.transports.throttle import Throttle
+from kv_transfer.transports.unix_socket import bind_unix, connect_unix
 
 ASK, WRITTEN = b"A", b"W"
 # Frames that are granted and not yet written: while one is being copied the grant of the next is on its way.
@@ -71,10 +71,7 @@ class ShmDirectReceiver:
         """Raises OSError when the socket cannot be made there, `StartupError` when the pool is no memfd."""
         if memory.memfd is None:
             raise StartupError("shm-direct needs a KV pool that can be shared", param="transports")
-        path.unlink(missing_ok=True)
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.bind(str(path))
-        path.chmod(0o600)
+        server = bind_unix(path)
         self.address = str(path)
         self._path = path
         self._memory = memory
@@ -183,15 +180,8 @@ class ShmDirectSender:
     def __init__(self, address: str, nonce: bytes, throttle_bytes_per_s: int = 0) -> None:
         """Raises `KvTransferFailed` when the peer does not answer or its pool cannot be mapped."""
         self._throttle = Throttle(throttle_bytes_per_s)
-        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._connection.settimeout(GREETING_TIMEOUT_S)
+        self._connection = connect_unix(self.name, address, nonce)
         self._asked: deque[DirectTicket] = deque()
-        try:
-            self._connection.connect(address)
-        except OSError as error:
-            self._connection.close()
-            raise KvTransferFailed(f"cannot connect to {address} over shm-direct: {error}", stage="transfer") from error
-        introduce(self._connection, nonce)
         self._num_probes = self._num_verified = 0
         try:
             self._pool, self._probes = _receive_memory(self._connection)
