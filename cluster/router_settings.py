@@ -18,10 +18,39 @@ DEFAULT_PREFILL_PRIOR_MS = (5.0, 0.8, 5e-5)
 DEFAULT_DECODE_PRIOR_MS = (15.0, 2.0, 1e-3)
 
 
-class RouterSettings(BaseModel):
-    """Frozen settings of one router process. Each field is one flag."""
+class RouterLimits(BaseModel):
+    """What an operator decides about admission and routing: the same in a cluster's file and on a router's command."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    default_max_tokens: int = Field(default=0, ge=0, description="for requests without max_tokens; 0: what fits")
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024, le=64 * 2**20)
+    max_concurrent_requests: int = Field(default=1024, ge=1, description="beyond it: 503 with Retry-After")
+    max_waiting_requests: int = Field(default=512, ge=1, description="of them, waiting for a worker; beyond it: 503")
+    ttft_slo_ms: float = Field(
+        default=10_000,
+        ge=0,
+        description="beyond twice this wait requests are refused (sheddable: once); 0: never",
+    )
+    max_worker_queue_ms: float = Field(
+        default=1000, gt=0, description="prefill booked on a worker before requests wait in the router, in fair order"
+    )
+    tenant_requests_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
+    tenant_tokens_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
+    tenant_max_concurrent: int = Field(
+        default=0, ge=0, description="of each API key whose line says nothing; 0: three quarters of all, if not alone"
+    )
+    request_timeout_s: float = Field(default=600.0, gt=0, le=600, description="deadline of a request that names none")
+    prefill_fallback: Literal["allow", "deny"] = Field(
+        default="allow", description="may a decode worker prefill by itself when no prefill worker is ready"
+    )
+    policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
+        default="cache_aware", description="how prefill and decode workers are chosen"
+    )
+
+
+class RouterSettings(RouterLimits):
+    """Frozen settings of one router process. Each field is one flag."""
 
     router_id: str = "router-0"
     model: str = Field(description="path of a GGUF file or safetensors directory: tokenizer and chat template only")
@@ -40,23 +69,6 @@ class RouterSettings(BaseModel):
     api_keys_file: Path | None = Field(default=None, description="API keys, a line each: name and SHA-256")
     block_tokens: int = Field(default=16, ge=1, le=256)
     max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
-    default_max_tokens: int = Field(default=0, ge=0, description="for requests without max_tokens; 0: what fits")
-    max_body_bytes: int = Field(default=4 * 2**20, ge=1024, le=64 * 2**20)
-    max_concurrent_requests: int = Field(default=1024, ge=1, description="beyond it: 503 with Retry-After")
-    max_waiting_requests: int = Field(default=512, ge=1, description="of them, waiting for a worker; beyond it: 503")
-    ttft_slo_ms: float = Field(
-        default=10_000,
-        ge=0,
-        description="beyond twice this wait requests are refused (sheddable: once); 0: never",
-    )
-    max_worker_queue_ms: float = Field(
-        default=1000, gt=0, description="prefill booked on a worker before requests wait in the router, in fair order"
-    )
-    tenant_requests_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
-    tenant_tokens_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
-    tenant_max_concurrent: int = Field(
-        default=0, ge=0, description="of each API key whose line says nothing; 0: three quarters of all, if not alone"
-    )
     prefill_prior_ms: tuple[float, float, float] = Field(
         default=DEFAULT_PREFILL_PRIOR_MS, description="c0, c1, c2 of c0 + c1 u + c2 u (c + u/2), until measured"
     )
@@ -65,13 +77,6 @@ class RouterSettings(BaseModel):
         description="alpha, beta, gamma of alpha + beta B + gamma K, until measured",
     )
     max_choices: int = Field(default=8, ge=1, le=128, description="bound of a request's n")
-    request_timeout_s: float = Field(default=600.0, gt=0, le=600, description="deadline of a request that names none")
-    prefill_fallback: Literal["allow", "deny"] = Field(
-        default="allow", description="may a decode worker prefill by itself when no prefill worker is ready"
-    )
-    policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
-        default="cache_aware", description="how prefill and decode workers are chosen"
-    )
     grpc_reflection: bool = Field(default=False, description="let gRPC clients ask for the service's description")
     seed: int = Field(default=0, description="base of the seeds of requests that name none")
     parent_pid: int = Field(default=0, description="exit when this process is gone; 0: never")

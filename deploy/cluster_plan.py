@@ -17,7 +17,7 @@ from cluster.embedded_redis import prepare_embedded_redis
 from cluster.errors import StartupError
 from cluster.model_files import served_name
 from cluster.process_guard import thread_environment
-from cluster.router_settings import RouterSettings
+from cluster.router_settings import RouterLimits, RouterSettings
 from cluster.rpc_security import RpcSecurity, is_loopback, new_secret, write_secret
 from cluster.settings_flags import settings_to_arguments
 from cluster.worker_settings import WorkerSettings
@@ -212,6 +212,7 @@ def _router_settings(shared: _Shared) -> RouterSettings:
         priors = {"prefill_prior_ms": config.mock_prefill_ms, "decode_prior_ms": config.mock_decode_ms}
     return RouterSettings(
         **priors,
+        **router.model_dump(include=set(RouterLimits.model_fields)),
         model=str(shared.model),
         served_model_name=router.served_model_name or served_name(shared.model),
         http_host=router.host,
@@ -224,18 +225,6 @@ def _router_settings(shared: _Shared) -> RouterSettings:
         api_keys_file=router.api_keys_file,
         block_tokens=config.block_tokens,
         max_model_len=config.max_model_len,
-        default_max_tokens=router.default_max_tokens,
-        max_body_bytes=router.max_body_bytes,
-        max_concurrent_requests=router.max_concurrent_requests,
-        max_waiting_requests=router.max_waiting_requests,
-        ttft_slo_ms=router.ttft_slo_ms,
-        max_worker_queue_ms=router.max_worker_queue_ms,
-        tenant_requests_per_s=router.tenant_requests_per_s,
-        tenant_tokens_per_s=router.tenant_tokens_per_s,
-        tenant_max_concurrent=router.tenant_max_concurrent,
-        request_timeout_s=router.request_timeout_s,
-        prefill_fallback=router.prefill_fallback,
-        policy=router.policy,
         seed=config.seed,
     )
 

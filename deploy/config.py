@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from cluster.errors import StartupError, shown
 from cluster.model_files import DEFAULT_MODEL
+from cluster.router_settings import RouterLimits
 from cluster.worker_settings import DEFAULT_MOCK_DECODE_MS, DEFAULT_MOCK_PREFILL_MS
 from deploy.yaml_settings import YamlSettingsError, load_yaml_settings
 
@@ -37,7 +38,7 @@ class PoolConfig(Section):
     num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
 
 
-class RouterConfig(Section):
+class RouterConfig(RouterLimits, Section):
     """The front that clients talk to."""
 
     host: str = "127.0.0.1"
@@ -51,30 +52,6 @@ class RouterConfig(Section):
     grpc_port: int | None = Field(default=0, ge=0, le=65535, description="gRPC; 0: any free port; null: off")
     served_model_name: str = Field(default="", description="empty: from the model's file name")
     api_keys_file: Path | None = Field(default=None, description="needed on an address that others can reach")
-    default_max_tokens: int = Field(default=0, ge=0, description="for requests without max_tokens; 0: what fits")
-    max_body_bytes: int = Field(default=4 * 2**20, ge=1024, le=64 * 2**20)
-    max_concurrent_requests: int = Field(default=1024, ge=1, description="beyond it: 503 with Retry-After")
-    max_waiting_requests: int = Field(default=512, ge=1, description="of them, waiting for a worker; beyond it: 503")
-    ttft_slo_ms: float = Field(
-        default=10_000,
-        ge=0,
-        description="beyond twice this wait requests are refused (sheddable: once); 0: never",
-    )
-    max_worker_queue_ms: float = Field(
-        default=1000, gt=0, description="prefill booked on a worker before requests wait in the router, in fair order"
-    )
-    tenant_requests_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
-    tenant_tokens_per_s: float = Field(default=0, ge=0, description="of each API key whose line says nothing; 0: any")
-    tenant_max_concurrent: int = Field(
-        default=0, ge=0, description="of each API key whose line says nothing; 0: three quarters of all, if not alone"
-    )
-    request_timeout_s: float = Field(default=600.0, gt=0, le=600)
-    policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
-        default="cache_aware", description="how prefill and decode workers are chosen"
-    )
-    prefill_fallback: Literal["allow", "deny"] = Field(
-        default="allow", description="may a decode worker prefill when no prefill worker is ready"
-    )
 
 
 class RedisConfig(Section):
