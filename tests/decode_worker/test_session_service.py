@@ -12,7 +12,7 @@ from tandem.v1 import common_pb2, worker_pb2
 
 from cluster.sampling_params import SamplingParams
 from tests.decode_worker.conftest import RouterClient
-from tests.decode_worker.counting_engine import expected_tokens
+from tests.decode_worker.counting_engine import UNLIMITED_STEPS, expected_tokens
 from tests.decode_worker.polling import DEADLINE_S, until
 from tests.decode_worker.session_node import SessionNode
 
@@ -157,13 +157,15 @@ async def test_draining_worker_refuses_new_requests_and_finishes_the_running(
 
 
 async def test_f18_router_that_never_reads_is_cut_off(target: str, node: SessionNode) -> None:
+    node.engine.permit(-UNLIMITED_STEPS)  # all eight are there before the first token is
     slow = RouterClient(target, "slow")
     await slow.hello()
     for index in range(8):
         await slow.submit(f"r{index}", [index], 400, sampling=SamplingParams(max_tokens=400, logprobs=0).to_proto())
-    await until(lambda: not node.live or len(node.engine.submitted) == 8, "submitted")
+    await until(lambda: len(node.engine.submitted) == 8, "submitted")
     sessions = list(node.service.sessions)
     sessions[0].outbox._max_messages = 0  # as if as much had piled up as may
+    node.engine.permit(1)
     await until(lambda: len(node.live) == 0, "its requests are aborted")
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await slow.read_until_broken()
