@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ LAST_LINES = 20
 # What the actor's own environment says to Ray is nothing to its child.
 RAY_PREFIX = "RAY_"
 RAYLET_POLL_S = 0.5
+KILL_TIMEOUT_S = 10.0
 
 
 class ProcessHost:
@@ -31,7 +31,10 @@ class ProcessHost:
         for name in [name for name in os.environ if name.startswith(RAY_PREFIX)]:
             del os.environ[name]
         self._process: LaunchedProcess | None = None
-        threading.Thread(target=self._die_with_raylet, args=(os.getppid(),), name="raylet-watch", daemon=True).start()
+        self._closed = threading.Event()
+        self._watch = threading.Thread(target=self._die_with_raylet, args=(os.getppid(),), name="raylet-watch")
+        self._watch.daemon = True  # Ray ends its workers with os._exit, or kills them: nobody calls `close` there
+        self._watch.start()
 
     async def start(self, name: str, command: Sequence[str], environment: str, log_directory: str) -> int:
         """The child's pid. Raises `StartupError` on a node that does not share the cluster's runtime directory."""
@@ -54,16 +57,19 @@ class ProcessHost:
     async def terminate(self) -> None:
         self._started().terminate()
 
-    async def kill(self) -> None:
-        """Ends the child with its children, and returns when it is gone."""
+    async def close(self) -> None:
+        """Ends the child with its children and the watch over the raylet, and returns when they are gone."""
         if self._process is not None:
             self._process.kill()
-            await asyncio.wait_for(self._process.wait(), 10)
+            await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
+        self._closed.set()
+        await asyncio.to_thread(self._watch.join, KILL_TIMEOUT_S)
 
     def _die_with_raylet(self, raylet_pid: int) -> None:
         """Ray ends a worker whose parent is pid 1; where somebody else adopts orphans it would live on, unknown."""
         while os.getppid() == raylet_pid:
-            time.sleep(RAYLET_POLL_S)
+            if self._closed.wait(RAYLET_POLL_S):
+                return
         if self._process is not None:
             self._process.kill()
         os._exit(1)

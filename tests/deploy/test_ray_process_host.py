@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,29 +18,37 @@ PROGRAM = (
 )
 
 
+@pytest.fixture
+async def host() -> AsyncIterator[ProcessHost]:
+    host = ProcessHost()
+    yield host
+    await host.close()
+    assert "raylet-watch" not in [thread.name for thread in threading.enumerate()]
+
+
 async def test_a_child_ends_with_its_status_and_its_last_lines_and_sees_no_ray(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    host = ProcessHost()
+    host = ProcessHost()  # made where the environment has Ray's token
     pid = await host.start(
         "decode-0", [sys.executable, "-c", PROGRAM], json.dumps({"MINE": "7"}), f"{runtime_dir}/logs"
     )
     assert pid > 0
     assert await host.wait() == (3, ["[] 7"])
+    await host.close()
 
 
-async def test_terminate_and_kill_end_it(runtime_dir: Path) -> None:
-    host = ProcessHost()
+async def test_terminate_and_close_end_it(runtime_dir: Path, host: ProcessHost) -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     await host.start("decode-0", sleeper, "{}", f"{runtime_dir}/logs")
     await host.terminate()
     assert (await host.wait())[0] == -15
     await host.start("decode-0", sleeper, "{}", f"{runtime_dir}/logs")
-    await host.kill()
+    await host.close()
     assert (await host.wait())[0] == -9
 
 
-async def test_a_node_without_the_clusters_directory_is_told(runtime_dir: Path) -> None:
+async def test_a_node_without_the_clusters_directory_is_told(runtime_dir: Path, host: ProcessHost) -> None:
     with pytest.raises(StartupError, match="must share one machine"):
-        await ProcessHost().start("decode-0", ["true"], "{}", str(runtime_dir / "none"))
+        await host.start("decode-0", ["true"], "{}", str(runtime_dir / "none"))

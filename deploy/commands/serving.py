@@ -1,0 +1,188 @@
+"""`tandem serve` and `tandem generate`: a cluster of this machine, and one question to it or to another one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from deploy.commands.options import DEFAULT_URL, EXIT_INTERRUPTED, ApiKey, Config, Url
+
+if TYPE_CHECKING:
+    from deploy.client import ClusterClient, Question
+    from deploy.cluster_plan import ClusterPlan
+    from deploy.config import ClusterConfig
+
+Model = Annotated[str | None, typer.Option(help="name, GGUF file, or directory with safetensors")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="type of weights and KV in memory")
+]
+Backend = Annotated[Literal["auto", "torch", "native", "triton"] | None, typer.Option(help="who computes")]
+Quantization = Annotated[
+    Literal["none", "int8", "int4", "fp8", "gguf"] | None,
+    typer.Option(help="weights; gguf keeps the file's own blocks"),
+]
+Transport = Annotated[str | None, typer.Option(help="how KV travels, in order of preference: shm,tcp; or auto")]
+Count = Annotated[int | None, typer.Option(help="worker processes of this role", min=0)]
+
+
+def serve(
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    engine: Annotated[
+        Literal["real", "mock"] | None, typer.Option(help="mock: no model runs, workers keep time by a timing model")
+    ] = None,
+    backend: Backend = None,
+    quantization: Quantization = None,
+    speculation: Annotated[
+        str | None, typer.Option(help="off, auto, ngram, suffix, draft, eagle or medusa: guess and verify tokens")
+    ] = None,
+    num_drafts: Annotated[int | None, typer.Option(help="guesses in one step of one sequence, at most", min=1)] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="for speculation draft: a smaller model of the same vocabulary")
+    ] = None,
+    prefill: Count = None,
+    decode: Count = None,
+    aggregated: Count = None,
+    num_threads: Annotated[int | None, typer.Option(help="compute threads of each worker", min=1)] = None,
+    transport: Transport = None,
+    min_bandwidth: Annotated[float | None, typer.Option(help="bytes/s below which a KV link is refused", min=0)] = None,
+    block_tokens: Annotated[int | None, typer.Option(help="tokens of one KV block", min=1, max=256)] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="cache_aware, least_loaded, power_of_two, round_robin or session")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="address of the HTTP and gRPC fronts")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free one", min=0, max=65535)] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any free one", min=0, max=65535)] = None,
+    redis_url: Annotated[str | None, typer.Option(help="your own Redis instead of the embedded one")] = None,
+    seed: Annotated[int | None, typer.Option(help="base of the seeds of requests that name none")] = None,
+    autoscale: Annotated[
+        Path | None, typer.Option(help="policy file: start, stop and flip workers as the traffic asks")
+    ] = None,
+    drain_timeout_s: Annotated[
+        float | None, typer.Option(help="a stopping worker's requests may end this long, then they move", min=0)
+    ] = None,
+    link_bytes_per_s: Annotated[int | None, typer.Option(hidden=True, min=0)] = None,
+    ask: Annotated[str, typer.Option(help="stream one answer once it is up, then keep serving")] = "",
+) -> None:
+    """Start a cluster and serve until Ctrl-C.
+
+    One line with the URL is printed when it is ready. Flags override the file; whatever is started is stopped again.
+
+    [dim]tandem serve[/dim]  one prefill and one decode worker, the default model
+
+    [dim]tandem serve --model ./Llama-3.2-1B-Instruct-Q8_0.gguf --decode 2 --port 9000[/dim]
+
+    [dim]tandem serve --prefill 0 --decode 0 --aggregated 2[/dim]  no pools, for comparison
+
+    [dim]tandem serve --engine mock --prefill 4 --decode 4[/dim]  eight workers that keep time and compute nothing
+
+    [dim]tandem serve --autoscale deploy/policies/latency-first.yaml[/dim]  the pools follow the traffic
+
+    [dim]tandem serve --config cluster.yaml --transport tcp[/dim]
+    """
+    from deploy.config import DEFAULT_CLUSTER_FILE, load_cluster_config, override
+
+    flags = {
+        "model": model, "engine": engine, "dtype": dtype, "backend": backend, "quantization": quantization,
+        "speculation": speculation, "num_drafts": num_drafts, "draft_model": draft_model,
+        "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,
+        "prefill.num_threads": num_threads, "decode.num_threads": num_threads, "aggregated.num_threads": num_threads,
+        "transports": tuple(transport.split(",")) if transport else None, "min_bandwidth": min_bandwidth,
+        "block_tokens": block_tokens,
+        "router.policy": policy,
+        "router.host": host, "router.port": port, "router.grpc_port": grpc_port, "redis.url": redis_url,
+        "seed": seed, "autoscale": autoscale, "drain_timeout_s": drain_timeout_s, "link_bytes_per_s": link_bytes_per_s,
+    }  # fmt: skip
+    loaded = load_cluster_config(config or DEFAULT_CLUSTER_FILE)
+    asyncio.run(_serve(override(loaded, {key: value for key, value in flags.items() if value is not None}), ask))
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="what to ask")],
+    url: Url = DEFAULT_URL,
+    start: Annotated[bool, typer.Option("--start", help="start a cluster for this one answer, then stop it")] = False,
+    config: Config = None,
+    model: Annotated[str, typer.Option(help="served model; with --start also what is served")] = "",
+    max_tokens: Annotated[int, typer.Option(help="length of the answer at most", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0, max=2)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same answer")] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="where the time went, and which worker did what")
+    ] = False,
+    api_key: ApiKey = "",
+) -> None:
+    """Ask once and stream the answer.
+
+    [dim]tandem generate "Why is the sky blue?" --timeline[/dim]  ask the cluster that runs
+
+    [dim]tandem generate --start "Why is the sky blue?"[/dim]  start one, ask, stop it
+    """
+    from deploy.client import Question
+    from deploy.config import DEFAULT_CLUSTER_FILE, load_cluster_config, override
+
+    question = Question(prompt, "" if start else model, max_tokens, temperature, seed)
+    if not start:
+        asyncio.run(_ask(url, api_key, question, timeline))
+        return
+    flags = {"router.port": 0, **({"model": model} if model else {})}
+    cluster = override(load_cluster_config(config or DEFAULT_CLUSTER_FILE), flags)
+    asyncio.run(_ask_own_cluster(cluster, api_key, question, timeline))
+
+
+async def _serve(config: ClusterConfig, ask: str) -> None:
+    from deploy.client import ClusterClient, Question
+    from deploy.display import TerminalDisplay
+    from deploy.local_cluster import run_cluster
+
+    async def while_serving(plan: ClusterPlan) -> None:
+        if ask:
+            async with ClusterClient(plan.url) as client:
+                await _stream(client, Question(ask), show_timeline=False)
+        await asyncio.Event().wait()
+
+    await run_cluster(config, TerminalDisplay(), while_serving)
+
+
+async def _ask_own_cluster(config: ClusterConfig, api_key: str, question: Question, show_timeline: bool) -> None:
+    from deploy.display import TerminalDisplay
+    from deploy.local_cluster import run_cluster
+
+    answered = False
+
+    async def while_serving(plan: ClusterPlan) -> None:
+        nonlocal answered
+        await _ask(plan.url, api_key, question, show_timeline)
+        answered = True
+
+    await run_cluster(config, TerminalDisplay(), while_serving)
+    if not answered:
+        typer.echo("tandem: interrupted", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+async def _ask(url: str, api_key: str, question: Question, show_timeline: bool) -> None:
+    from deploy.client import ClusterClient
+
+    async with ClusterClient(url, api_key) as client:
+        await _stream(client, question, show_timeline)
+
+
+async def _stream(client: ClusterClient, question: Question, show_timeline: bool) -> None:
+    from rich.console import Console
+
+    from deploy.client import AnswerRecord
+    from deploy.timeline_table import timeline_table
+
+    record = AnswerRecord()
+    async for piece in client.stream_answer(question, record):
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+    typer.echo()
+    if show_timeline:
+        typer.echo()
+        Console().print(timeline_table(record))
