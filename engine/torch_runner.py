@@ -34,6 +34,8 @@ class TorchRunner:
     The tensors of a `StepOutput` are fresh at each step.
     """
 
+    verifies_trees = True
+
     def __init__(
         self,
         weights: WeightSource,
@@ -49,7 +51,6 @@ class TorchRunner:
         """
         self.config: ModelConfig = weights.config
         self.backend = backend
-        self.verifies_trees = operations.masks_trees
         layout = memory.layout
         mine = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
         if (layout.num_layers, layout.num_kv_heads, layout.head_dim) != mine:

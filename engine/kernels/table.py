@@ -39,7 +39,6 @@ class OperationTable:
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
     plan_attention: Callable[[StepInput, AttentionShape, torch.Tensor], AttentionPlan]
     make_linear: LinearMaker
-    masks_trees: bool = False  # whether its attention reads a step's tree masks
 
 
 REFERENCE = OperationTable(
@@ -49,5 +48,4 @@ REFERENCE = OperationTable(
     kv_write=reference.kv_write,
     plan_attention=plan_attention,
     make_linear=make_linear,
-    masks_trees=True,
 )

@@ -91,8 +91,8 @@ def kernel_specs(element: str = "bf16") -> Iterator[KernelSpec]:
         )
         yield KernelSpec(
             prefill_attention._prefill_kernel,
-            prefill_attention.prefill_config(head_dim, block_tokens, group, 512, 0),
-            {**attention, "output": half},
+            prefill_attention.prefill_config(head_dim, block_tokens, group, 512, 0, has_tree=has_tree),
+            {**attention, "tree_masks": "*i32", "output": half},
             floats=("scale",),
         )
         yield KernelSpec(

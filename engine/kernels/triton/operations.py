@@ -1,7 +1,7 @@
 """The decoder's operations by Triton: the same contracts as `engine.kernels.reference`, on a GPU or in the interpreter.
 
 A step's sequences fall into two groups, by whether decode attention takes them (up to 16 new tokens) or prefill
-attention does. Each group is one launch a layer; KV is read in place in both.
+attention does. Each group is one launch a layer; KV is read in place in both, and both follow a tree of drafts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cluster.errors import EngineFailure
+from engine.draft import MAX_TREE_NODES
 from engine.kernels.linear import make_linear
 from engine.kernels.reference_attention import AttentionShape
 from engine.kernels.table import AttentionPlan, LinearMaker, OperationTable
@@ -27,6 +29,7 @@ MIN_SPLIT_TOKENS = 128
 MAX_SPLITS = 32
 # Programs for each multiprocessor, so that the last ones to run do not run alone.
 WAVES = 2
+MAX_TREE_ROWS = MAX_TREE_NODES + 1  # with the last known token's
 LINEAR_MAKERS: dict[str, LinearMaker] = {
     "none": make_linear,
     "int4": make_int4_linear,
@@ -56,8 +59,9 @@ def num_splits(num_sequences: int, num_kv_heads: int, longest_context: int, num_
 
 
 def plan_attention(step: StepInput, shape: AttentionShape, pool: torch.Tensor) -> AttentionPlan:
-    """One step's groups with their arrays on the pool's device."""
+    """One step's groups with their arrays on the pool's device. Raises `EngineFailure` for a tree that is too large."""
     query_lens = np.diff(step.query_starts)
+    _check_trees(step, query_lens)
     # Decode attention knows no window: with one, prefill attention takes short runs as well.
     is_short = (query_lens <= MAX_QUERY_TOKENS) & (not shape.sliding_window)
     groups = [
@@ -76,6 +80,7 @@ class _Group:
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
+    tree_masks: torch.Tensor | None  # None: none of the sequences verifies a tree
     max_query_tokens: int
     longest_context: int
     is_decode: bool
@@ -106,25 +111,37 @@ class TritonAttentionPlan:
         arrays = (group.block_tables, group.context_lens, group.query_starts)
         if not group.is_decode:
             window = self._shape.sliding_window
-            return prefill_attention(query, self._pool, layer, *arrays, self._scale, group.max_query_tokens, window)
+            return prefill_attention(
+                query, self._pool, layer, *arrays, self._scale, group.max_query_tokens, window, group.tree_masks
+            )
         splits = num_splits(
             len(group.context_lens), self._shape.num_kv_heads, group.longest_context, self._multiprocessors
         )
-        return paged_attention(query, self._pool, layer, *arrays, self._scale, group.max_query_tokens, splits)
+        return paged_attention(
+            query, self._pool, layer, *arrays, self._scale, group.max_query_tokens, splits, group.tree_masks
+        )
+
+
+def _check_trees(step: StepInput, query_lens: npt.NDArray[np.int32]) -> None:
+    if step.tree_masks is None:
+        return
+    firsts = step.query_starts[:-1][query_lens > MAX_TREE_ROWS]
+    if step.tree_masks[firsts].any():
+        raise EngineFailure(f"a tree has more than {MAX_TREE_ROWS} rows")
 
 
 def _group(step: StepInput, members: npt.NDArray[np.int64], device: torch.device, *, is_decode: bool) -> _Group:
     query_lens = np.diff(step.query_starts)[members]
     starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
-    rows = None
-    if starts[-1] != step.num_tokens:
-        first_rows = np.repeat(step.query_starts[members] - starts[:-1], query_lens)
-        rows = torch.from_numpy(first_rows.astype(np.int64) + np.arange(starts[-1])).to(device)
+    first_rows = np.repeat(step.query_starts[members] - starts[:-1], query_lens)
+    rows = first_rows.astype(np.int64) + np.arange(starts[-1])
+    masks = None if step.tree_masks is None else step.tree_masks[rows]
     return _Group(
-        rows=rows,
+        rows=torch.from_numpy(rows).to(device) if len(rows) != step.num_tokens else None,
         query_starts=torch.from_numpy(starts).to(device),
         context_lens=torch.from_numpy(step.context_lens[members]).to(device),
         block_tables=torch.from_numpy(np.ascontiguousarray(step.block_tables[members])).to(device),
+        tree_masks=torch.from_numpy(masks).to(device) if masks is not None and masks.any() else None,
         max_query_tokens=int(query_lens.max()),
         longest_context=int(step.context_lens[members].max()),
         is_decode=is_decode,

@@ -37,7 +37,7 @@ def paged_attention(
     Shapes: query `[num_tokens, num_heads, head_dim]`; pool `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`;
     block_tables `[B, W]` int32; context_lens `[B]` int32, KV tokens with the new ones; query_starts `[B + 1]` int32.
     tree_masks `[num_tokens]` int32: bit j of a row says that the row sees the sequence's j-th new token (a draft tree);
-    absent: each new token sees itself and those before it.
+    0, or no masks at all: the row sees itself and those before it.
 
     Raises ValueError when a sequence may have more than 16 new tokens.
     """
@@ -162,6 +162,8 @@ def _split_kernel(
     first_new = context_len - num_new
     if HAS_TREE:
         tree = tl.load(tree_masks + token_row, mask=is_row, other=0)
+        # A row of no tree sees itself and those before it, which is a mask like any other.
+        tree = tl.where(tree == 0, (2 << tl.minimum(new_index, 29)) - 1, tree)
     base = pool + layer.to(tl.int64) * layer_stride + kv_head.to(tl.int64) * BLOCK_TOKENS * HEAD_DIM
 
     best = tl.full([ROWS], float("-inf"), tl.float32)

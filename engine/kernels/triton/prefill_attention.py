@@ -25,15 +25,24 @@ def prefill_attention(
     scale: float,
     max_query_tokens: int,
     sliding_window: int = 0,
+    tree_masks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention output `[num_tokens, num_heads, head_dim]` in the query's dtype.
 
-    Shapes as in `paged_attention`. sliding_window: tokens that a query sees, itself included; 0 is all.
+    Shapes and tree_masks as in `paged_attention`; a sequence with a tree has 31 new tokens at most. sliding_window:
+    tokens that a query sees, itself included; 0 is all. In a tree it counts from a row's place on its own branch.
     """
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_tokens = pool.shape[3], pool.shape[4]
     output = torch.empty_like(query)
-    config = prefill_config(head_dim, block_tokens, num_heads // num_kv_heads, max_query_tokens, sliding_window)
+    config = prefill_config(
+        head_dim,
+        block_tokens,
+        num_heads // num_kv_heads,
+        max_query_tokens,
+        sliding_window,
+        has_tree=tree_masks is not None,
+    )
     grid = (triton.cdiv(max_query_tokens, config.constants["TILE_QUERIES"]), num_heads, context_lens.shape[0])
     _prefill_kernel[grid](
         query,
@@ -41,6 +50,7 @@ def prefill_attention(
         block_tables,
         context_lens,
         query_starts,
+        tree_masks if tree_masks is not None else context_lens,
         output,
         scale,
         layer,
@@ -57,7 +67,7 @@ def prefill_attention(
 
 
 def prefill_config(
-    head_dim: int, block_tokens: int, group: int, max_query_tokens: int, sliding_window: int
+    head_dim: int, block_tokens: int, group: int, max_query_tokens: int, sliding_window: int, *, has_tree: bool
 ) -> LaunchConfig:
     """Constants of the prefill kernel; wide heads take smaller tiles, so that they fit into registers."""
     constants = {
@@ -68,6 +78,7 @@ def prefill_config(
         "TILE_QUERIES": 64 if max_query_tokens > 16 else 16,
         "TILE_TOKENS": 64 if head_dim <= 128 else 32,
         "SLIDING_WINDOW": sliding_window,
+        "HAS_TREE": has_tree,
         "WIDEN": must_widen_dots(),
     }
     return LaunchConfig(constants, num_warps=4 if head_dim <= 64 else 8)
@@ -80,6 +91,7 @@ def _prefill_kernel(
     block_tables,
     context_lens,
     query_starts,
+    tree_masks,
     output,
     scale,
     layer,
@@ -95,6 +107,7 @@ def _prefill_kernel(
     TILE_QUERIES: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
+    HAS_TREE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Grid (query tile, head, sequence). One program: TILE_QUERIES rows of one head against all KV they may see.
@@ -110,7 +123,12 @@ def _prefill_kernel(
     row = tile * TILE_QUERIES + tl.arange(0, TILE_QUERIES)
     dim = tl.arange(0, HEAD_DIM_PADDED)
     is_row, is_dim = row < num_new, dim < HEAD_DIM
-    position = context_len - num_new + row
+    first_new = context_len - num_new
+    index = first_new + row  # where a row's own key lies
+    position = index  # how far its text has come: the same, but in a tree
+    if HAS_TREE:
+        tree = tl.load(tree_masks + first_row + row, mask=is_row, other=0)
+        position = tl.where(tree == 0, index, first_new + _num_bits(tree) - 1)
     address = ((first_row + row)[:, None].to(tl.int64) * num_heads + head) * HEAD_DIM + dim[None, :]
     q = tl.load(query + address, mask=is_row[:, None] & is_dim[None, :], other=0.0)
     if WIDEN:
@@ -118,7 +136,8 @@ def _prefill_kernel(
     kv_head = head // GROUP
     base = pool + layer.to(tl.int64) * layer_stride + kv_head.to(tl.int64) * BLOCK_TOKENS * HEAD_DIM
 
-    first_position = context_len - num_new + tile * TILE_QUERIES
+    # A tree's rows are all in the first tile, and none of them stands before its root.
+    first_position = first_new + tile * TILE_QUERIES
     end = tl.minimum(first_position + TILE_QUERIES, context_len)
     start_token = 0
     if SLIDING_WINDOW > 0:
@@ -136,7 +155,11 @@ def _prefill_kernel(
         if WIDEN:
             keys = keys.to(tl.float32)
         scores = tl.dot(q, tl.trans(keys)) * (scale * LOG2_E)
-        sees = (token[None, :] <= position[:, None]) & is_token[None, :]
+        sees = (token[None, :] <= index[:, None]) & is_token[None, :]
+        if HAS_TREE:
+            ahead = token - first_new
+            bit = (tree[:, None] >> tl.minimum(tl.maximum(ahead, 0), 31)[None, :]) & 1
+            sees = sees & ((tree[:, None] == 0) | (ahead[None, :] < 0) | (bit == 1))
         if SLIDING_WINDOW > 0:
             sees = sees & (token[None, :] > position[:, None] - SLIDING_WINDOW)
         scores = tl.where(sees, scores, float("-inf"))
@@ -152,3 +175,13 @@ def _prefill_kernel(
         best = tile_best
     result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(output + address, result.to(output.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
+
+
+@triton.jit
+def _num_bits(masks):
+    """How many bits are set in each of int32 `masks`, none of them negative."""
+    bits = masks - ((masks >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    bits += bits >> 8
+    return (bits + (bits >> 16)) & 0x3F

@@ -62,10 +62,12 @@ def test_a_sequence_without_new_tokens_is_passed_over() -> None:
 def test_tree_of_drafts_sees_its_own_branch_only() -> None:
     # Root, two children, a child of each: 0 <- 1 <- 3, 0 <- 2 <- 4.
     ancestors = [0b00001, 0b00011, 0b00101, 0b01011, 0b10101]
-    batch = make_batch([(5, 50), (1, 7)])
-    masks = torch.tensor([*ancestors, 0b1], dtype=torch.int32, device=batch.query.device)
+    batch = make_batch([(5, 50), (1, 7), (2, 20)])
+    # The others verify no tree: mask 0 is the causal one.
+    masks = torch.tensor([*ancestors, 0, 0, 0], dtype=torch.int32, device=batch.query.device)
     branch = torch.tensor([[(mask >> bit) & 1 == 1 for bit in range(5)] for mask in ancestors])
-    sees = [torch.cat([torch.ones((5, 45), dtype=torch.bool), branch], 1), torch.ones((1, 7), dtype=torch.bool)]
+    causal = torch.ones((2, 20), dtype=torch.bool).tril(18)
+    sees = [torch.cat([torch.ones((5, 45), dtype=torch.bool), branch], 1), torch.ones((1, 7), dtype=torch.bool), causal]
     assert_close(run(batch, tree_masks=masks), dense_attention(batch, sees), torch.float32)
 
 
