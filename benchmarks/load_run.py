@@ -19,6 +19,7 @@ from benchmarks.openai_client import StreamCapture
 from benchmarks.request_record import Outcome, RequestRecord
 from benchmarks.stream_record import read_stream, read_turn
 from benchmarks.workload import ChatMessage, PlannedRequest
+from cluster.ended_tasks import end_tasks
 
 # Open loop without a cap still has one: sockets are finite. A request that finds it reached waits, and is counted late.
 DEFAULT_MAX_IN_FLIGHT = 2_048
@@ -97,9 +98,7 @@ async def run_closed_loop(
         asyncio.create_task(_closed_loop_user(flight, waiting, window)) for _ in range(min(concurrency, len(plan)))
     ]
     done, late = await asyncio.wait(users, timeout=timeout_s)
-    for user in late:
-        user.cancel()
-    await asyncio.gather(*late, return_exceptions=True)
+    await end_tasks(*late)
     for user in done:
         user.result()
     await flight.drain(0.0)
@@ -119,8 +118,7 @@ async def run_sessions(
     await flight.sleep_until(duration_s)
     if players:
         _, late = await asyncio.wait(players, timeout=limits.drain_timeout_s)
-        for player in late:
-            player.cancel()
+        await end_tasks(*late)
         await asyncio.gather(*players, return_exceptions=True)
     await flight.drain(0.0)
     return flight.result(flight.planned, 0.0, duration_s)
@@ -218,9 +216,7 @@ class _Flight:
         if not self.tasks:
             return
         _, late = await asyncio.wait(self.tasks, timeout=timeout_s)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await end_tasks(*late)
 
     def result(
         self, plan: Sequence[PlannedRequest], window_start_s: float, window_end_s: float, num_warmup: int = 0

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 from tandem.v1 import common_pb2, handoff_pb2, membership_pb2, worker_pb2, worker_pb2_grpc
 
+from cluster.ended_tasks import end_tasks
 from cluster.rpc import bind, build_server
 from cluster.rpc_security import RpcSecurity
 
@@ -57,8 +58,7 @@ class StepSource(worker_pb2_grpc.DecodeWorkerServicer):
                 await context.write(worker_pb2.DecodeMessage(step=_step(live)))
                 await asyncio.sleep(self._step_s)
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            await end_tasks(reader)
 
     async def _read(
         self, messages: AsyncIterator[worker_pb2.RouterMessage], live: dict[str, list[int]], arrived: asyncio.Event

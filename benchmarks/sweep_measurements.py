@@ -22,6 +22,7 @@ from benchmarks.sweep_settings import SweepSettings, mixed_seed
 from benchmarks.sweep_store import Point
 from benchmarks.ttft_stages import STAGES
 from benchmarks.workload import ChatMessage, LengthLaw, PlannedRequest, Workload, block_token_ids, plan_synthetic
+from cluster.ended_tasks import end_tasks
 
 POINT_TIMEOUT_S = 300.0
 # A background stream's length, and how often it may start over while the prompts beside it are timed.
@@ -95,8 +96,7 @@ async def measure_interference(target: Target, settings: SweepSettings, length: 
     try:
         run = await run_closed_loop(plan, target.sender, concurrency=1, num_warmup=1, timeout_s=POINT_TIMEOUT_S)
     finally:
-        background.cancel()
-        await asyncio.gather(background, return_exceptions=True)
+        await end_tasks(background)
     return _prefill_point("interference", target, params, settings, run)
 
 

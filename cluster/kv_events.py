@@ -21,6 +21,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tandem.v1 import common_pb2, membership_pb2
 
+from cluster.ended_tasks import end_tasks
 from cluster.identity import BlockHash, WorkerId
 from cluster.redis_client import RedisClient, RedisUnavailable
 
@@ -95,8 +96,7 @@ class KvEventPublisher:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
             self._task = None
 
     def _note(self, note: _Note) -> None:
@@ -195,8 +195,7 @@ class KvEventReader:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
             self._task = None
 
     def watch(self, worker_id: WorkerId) -> None:

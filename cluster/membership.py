@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.message import DecodeError, Message
 from tandem.v1 import membership_pb2
 
+from cluster.ended_tasks import end_tasks
 from cluster.identity import Incarnation, WorkerId
 from cluster.membership_state import MembershipChange, MembershipState
 from cluster.redis_client import RedisClient, RedisUnavailable
@@ -72,9 +73,7 @@ class Registration:
     async def stop(self) -> None:
         """Ends the heartbeat and withdraws the record, so that routers need not wait for its expiry."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
             self._task = None
         with contextlib.suppress(RedisUnavailable):
             await self._redis.run(lambda redis: redis.delete(self._key))
@@ -144,9 +143,7 @@ class MembershipView:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
             self._task = None
 
     def peer_gone(self, worker_id: WorkerId, incarnation: Incarnation) -> None:

@@ -54,13 +54,19 @@ class RedisClient:
 
         A command that is cut off leaves its connection closed, so no later caller can read its answer.
         """
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task is not None else 0
         try:
             async with asyncio.timeout(COMMAND_TIMEOUT_S):
-                return await command(self._redis)
+                answer = await command(self._redis)
         except (AuthenticationError, NoPermissionError) as error:
             raise RedisUnavailable(f"refused: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
             raise RedisUnavailable(str(error) or type(error).__name__) from error
+        if task is not None and task.cancelling() > num_cancels:
+            # redis-py waits with `asyncio.wait_for`, which in Python 3.11 loses a cancel that comes with the result.
+            raise asyncio.CancelledError
+        return answer
 
     async def scan(self, pattern: bytes) -> AsyncIterator[bytes]:
         """Every key that matches and was there throughout. Raises `RedisUnavailable`."""

@@ -19,6 +19,7 @@ from typing import Protocol
 import grpc.aio
 from tandem.v1 import common_pb2, membership_pb2, worker_pb2_grpc
 
+from cluster.ended_tasks import end_tasks
 from cluster.identity import Incarnation, new_incarnation
 from cluster.kv_events import KvEventPublisher
 from cluster.logs import configure_logs
@@ -185,9 +186,7 @@ async def _until_stopped(
         logger.info("draining", extra={"worker_id": settings.worker_id})
         await _drained(settings, node, signals)
     finally:
-        for task in (failed, drain_asked):
-            task.cancel()
-        await asyncio.gather(failed, drain_asked, return_exceptions=True)
+        await end_tasks(failed, drain_asked)
 
 
 async def _drained(settings: WorkerSettings, node: WorkerNode, signals: StopSignals) -> None:
@@ -200,6 +199,4 @@ async def _drained(settings: WorkerSettings, node: WorkerNode, signals: StopSign
         logger.warning("stopping, requests in flight are handed over", extra={"worker_id": settings.worker_id})
         node.hand_over()
         await asyncio.wait((idle,), timeout=HAND_OVER_TIMEOUT_S)
-    for task in (idle, stop_now):
-        task.cancel()
-    await asyncio.gather(idle, stop_now, return_exceptions=True)
+    await end_tasks(idle, stop_now)

@@ -23,6 +23,7 @@ from typing import Protocol, TypeAlias
 import grpc
 from tandem.v1 import handoff_pb2, handoff_pb2_grpc, worker_pb2
 
+from cluster.ended_tasks import end_tasks
 from cluster.errors import TandemError, WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId
 from cluster.racing_tasks import first_of
@@ -135,10 +136,8 @@ class PrefillPeer:
         """The link once there is one. Raises `WorkerUnavailable` at once while the peer is refused or in back-off,
         and after `timeout_s` while it is connecting."""
         try:
-            async with self._state_changed:
-                await asyncio.wait_for(
-                    self._state_changed.wait_for(lambda: self.state is not PeerState.CONNECTING), timeout_s
-                )
+            async with asyncio.timeout(timeout_s), self._state_changed:
+                await self._state_changed.wait_for(lambda: self.state is not PeerState.CONNECTING)
         except TimeoutError:
             raise self._unavailable(f"no handshake within {timeout_s:.1f} s") from None
         if self.state is not PeerState.READY or self.link is None:
@@ -194,8 +193,7 @@ class PrefillPeer:
             self._retry_now.set()  # ends its pause, and with it the task
 
     async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         await self._enter(PeerState.CLOSED, "closed")
 
     async def _keep_connected(self) -> None:
@@ -325,7 +323,8 @@ class PrefillPeer:
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._retry_now.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._retry_now.wait()
 
     async def _enter(self, state: PeerState, reason: str) -> None:
         if state is not PeerState.READY:

@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias
 import grpc
 from tandem.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 
+from cluster.ended_tasks import end_tasks
 from cluster.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -83,14 +84,15 @@ class SessionService(worker_pb2_grpc.DecodeWorkerServicer):
             session.outbox.close()
             reader.cancel()
             await session.abort_all("the router's stream ended")
-            await asyncio.gather(reader, return_exceptions=True)
+            await end_tasks(reader)
             logger.info("router %s disconnected", shown(hello.router_id))
 
     async def _write(self, session: RouterSession, context: SessionContext) -> None:
         """Until the outbox is closed and empty. A write waits for the router's flow-control window."""
         while (message := await session.outbox.get()) is not None:
             try:
-                await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await context.write(message)
             except TimeoutError:
                 raise ServerOverloaded(f"the router has read nothing for {WRITE_TIMEOUT_S:.0f} s") from None
         if session.outbox.is_overflown:
@@ -103,7 +105,8 @@ class SessionService(worker_pb2_grpc.DecodeWorkerServicer):
 
     async def _read_hello(self, messages: AsyncIterator[worker_pb2.RouterMessage]) -> worker_pb2.RouterHello:
         try:
-            first = await asyncio.wait_for(anext(messages), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(messages)
         except (TimeoutError, StopAsyncIteration):
             raise DeadlineExceeded(f"no RouterHello within {HELLO_TIMEOUT_S:.0f} s") from None
         if first.WhichOneof("message") != "hello":

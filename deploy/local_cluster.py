@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Protocol
 
+from cluster.ended_tasks import end_tasks
 from cluster.errors import StartupError
 from cluster.model_files import check_model, resolve_model, tandem_home
 from cluster.process_guard import StopSignals
@@ -144,7 +145,7 @@ async def _stop(supervisor: Supervisor, signals: StopSignals) -> None:
             supervisor.kill()
         await stop
     finally:
-        impatient.cancel()
+        await end_tasks(impatient)
 
 
 def _with_logs(message: str, directory: RuntimeDirectory) -> str:

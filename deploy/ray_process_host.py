@@ -61,7 +61,8 @@ class ProcessHost:
         """Ends the child with its children and the watch over the raylet, and returns when they are gone."""
         if self._process is not None:
             self._process.kill()
-            await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await self._process.wait()
         self._closed.set()
         await asyncio.to_thread(self._watch.join, KILL_TIMEOUT_S)
 

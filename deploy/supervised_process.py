@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from cluster.ended_tasks import end_tasks
 from cluster.errors import StartupError
 from cluster.process_guard import EXIT_STARTUP_ERROR
 from deploy.launcher import LaunchedProcess, Launcher
@@ -74,8 +75,7 @@ class SupervisedProcess:
     async def stop(self) -> None:
         """Drains the process, kills it (with its children) after `stop_timeout_s`, and waits for its end."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait((self._task,))
+            await end_tasks(self._task)
             self._task = None
         if self._process is not None:
             if self.state is not ProcessState.FAILED:
@@ -153,11 +153,13 @@ class SupervisedProcess:
     async def _end(self, process: LaunchedProcess) -> None:
         process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), self.spec.stop_timeout_s)
+            async with asyncio.timeout(self.spec.stop_timeout_s):
+                await process.wait()
         except TimeoutError:
             _log.warning("did not end when asked, killing it", extra={"child": self.spec.name})
         process.kill()
-        await asyncio.wait_for(process.wait(), KILL_TIMEOUT_S)
+        async with asyncio.timeout(KILL_TIMEOUT_S):
+            await process.wait()
 
     def _with_last_line(self, what: str) -> str:
         lines = [line for line in self.last_lines(5) if line.strip()]

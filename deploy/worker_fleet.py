@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.ended_tasks import end_tasks
 from deploy.autoscaler.fleet import FleetState, FleetWorker
 from deploy.autoscaler.signals import Pool
 from deploy.process_spec import ProcessSpec
@@ -99,10 +100,7 @@ class WorkerFleet:
 
     async def close(self) -> None:
         """Nothing is started from now on."""
-        tasks = list(self._replacing.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._replacing.values())
 
     async def _replace(self, worker_id: str, pool: Pool, name: str) -> None:
         # A cancelled flip does not stop the drain: the supervisor owns that.

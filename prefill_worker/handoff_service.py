@@ -108,7 +108,8 @@ class HandoffService(handoff_pb2_grpc.PrefillWorkerServicer):
 
     async def _read_hello(self, messages: AsyncIterator[handoff_pb2.DecodeToPrefill]) -> handoff_pb2.Hello:
         try:
-            first = await asyncio.wait_for(anext(messages), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                first = await anext(messages)
         except (TimeoutError, StopAsyncIteration):
             raise DeadlineExceeded(f"no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
         if first.WhichOneof("message") != "hello":
@@ -122,4 +123,5 @@ class HandoffService(handoff_pb2_grpc.PrefillWorkerServicer):
     async def _write(self, peer: DecodePeer, context: HandoffContext) -> None:
         while True:
             message = await peer.next_message()
-            await asyncio.wait_for(context.write(message), WRITE_TIMEOUT_S)
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await context.write(message)

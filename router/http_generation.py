@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from cluster.ended_tasks import end_tasks
 from cluster.errors import InvalidRequest, RequestCancelled, shown
 from cluster.identity import Tenant
 from router.answer import Answer, ChoiceUpdate
@@ -134,8 +135,7 @@ async def _watching(answer: Answer, receive: Receive) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
+        await end_tasks(watcher)
 
 
 def _client_request_id(scope: Scope) -> bytes:

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 
 from cluster.chat_template import ChatTemplate
+from cluster.ended_tasks import end_tasks
 from cluster.errors import StartupError
 from cluster.garbage import settle_objects
 from cluster.kv_events import KvEventReader
@@ -131,8 +132,7 @@ class RouterProcess:
                 fronts.append(grpc_front.stop(DRAIN_TIMEOUT_S))
             await asyncio.gather(*fronts)
         finally:
-            hurry.cancel()
-            await asyncio.gather(hurry, return_exceptions=True)
+            await end_tasks(hurry)
 
     async def _stop_when_told_twice(self, grpc_front: GrpcFront | None, signals: StopSignals) -> None:
         await signals.stop_now.wait()

@@ -17,6 +17,7 @@ import grpc
 from tandem.v1 import membership_pb2, worker_pb2
 
 from cluster.block_hash import HashScope
+from cluster.ended_tasks import end_tasks
 from cluster.identity import WorkerId
 from cluster.membership_state import ChangeKind, MembershipChange
 from cluster.rpc import open_channel
@@ -42,8 +43,7 @@ class PrefillLink:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
             self._task = None
         self._set(False)
 

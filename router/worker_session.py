@@ -23,6 +23,7 @@ import grpc
 import grpc.aio
 from tandem.v1 import worker_pb2, worker_pb2_grpc
 
+from cluster.ended_tasks import end_tasks
 from cluster.errors import TandemError, WorkerUnavailable, from_failure
 from cluster.rpc import open_channel
 from cluster.rpc_errors import from_rpc_error
@@ -92,8 +93,7 @@ class WorkerSession:
     async def stop(self) -> None:
         """Ends the stream; what is still live fails."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await end_tasks(self._task)
             self._task = None
         self._disconnected("the worker has left")
 
@@ -156,9 +156,7 @@ class WorkerSession:
             finally:
                 call.cancel()
                 if writer is not None:
-                    writer.cancel()
-                    # gather, not a bare await with its CancelledError suppressed: that would swallow our own as well.
-                    await asyncio.gather(writer, return_exceptions=True)
+                    await end_tasks(writer)
 
     async def _write(self, call: Any) -> None:
         """The outbox in order. A write that gets stuck ends the stream."""

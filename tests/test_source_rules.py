@@ -71,12 +71,18 @@ def _compares_a_digest_with_equals(node: ast.AST) -> bool:
     return any(secret in sides for secret in ("api_key", "cluster_token", "security.token"))
 
 
+def _waits_so_that_a_cancel_may_be_lost(node: ast.AST) -> bool:
+    """Python 3.11's `wait_for` drops a cancel that comes with the result; `asyncio.timeout` does not."""
+    return called(node) in ("asyncio.wait_for", "wait_for")
+
+
 RULES: dict[str, tuple[Callable[[ast.AST], bool], bool]] = {
     "s_b2_s_b4_s_b5_s_b7_unpickles": (_unpickles, True),
     "s_b3_opens_a_tcp_store": (_opens_a_store, False),
     "s_b6_s_b11_runs_text_as_code": (_runs_text_as_code, False),
     "s_b10_asserts_what_a_user_may_get_wrong": (_asserts, False),
     "s_b37_compares_a_secret_with_equals": (_compares_a_digest_with_equals, False),
+    "f10_waits_so_that_a_cancel_may_be_lost": (_waits_so_that_a_cancel_may_be_lost, False),
 }
 
 
@@ -105,6 +111,7 @@ def test_no_source_file(rule: str) -> None:
         ("s_b6_s_b11_runs_text_as_code", "eval(arguments)"),
         ("s_b10_asserts_what_a_user_may_get_wrong", "assert is_safe(tensor)"),
         ("s_b37_compares_a_secret_with_equals", "if api_key == known: pass"),
+        ("f10_waits_so_that_a_cancel_may_be_lost", "asyncio.wait_for(event.wait(), 1)"),
     ],
 )
 def test_the_rules_see_what_they_are_about(rule: str, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -50,6 +51,20 @@ async def test_f14_timed_out_command_never_answers_the_next_caller(redis_server:
     finally:
         redis_server.resume()
     assert await client.run(lambda redis: redis.get("tandem:b")) == b"B"
+
+
+async def test_f10_cancel_that_comes_with_the_answer_is_not_lost(redis_server: RedisServer) -> None:
+    async def loses_a_cancel(_: object) -> str:
+        # What `asyncio.wait_for` does in Python 3.11, and redis-py with it, when both come in one turn of the loop.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return "answer"
+
+    task = asyncio.create_task(redis_server.client().run(loses_a_cancel))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
 
 
 async def test_scan_finds_every_key_once_asked_for(redis_server: RedisServer) -> None:
