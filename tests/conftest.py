@@ -16,6 +16,13 @@ if not Path("/dev/nvidiactl").exists():
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import pytest
+from hypothesis import settings
+
+# The same examples at every run, so that a change is judged by what it changes. `pytest --hypothesis-profile explore`
+# draws others; what that finds becomes an `@example` or a test of its own.
+settings.register_profile("fixed", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
+settings.load_profile("fixed")
 
 DEFAULT_MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
