@@ -76,6 +76,10 @@ class WorkerSettings(BaseModel):
     )
     draft_model: str = Field(default="", description="path of the model that guesses, for speculation `draft`")
     num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
+    verification: Literal["match", "rejection"] = Field(
+        default="match",
+        description="`match`: tokens equal those without speculation; `rejection`: in law, for speculation `draft`",
+    )
     num_threads: int = Field(default=1, ge=1, description="compute threads")
     seed: int = 0
     metrics_port: int = Field(default=0, description="0: served on the gRPC admin only")

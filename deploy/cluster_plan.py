@@ -163,6 +163,7 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
         speculation=config.speculation,
         draft_model=config.draft_model,
         num_drafts=config.num_drafts,
+        verification=config.verification,
         listen=target,
         runtime_dir=shared.runtime_dir,
         redis_url=shared.redis_url,

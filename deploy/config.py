@@ -92,6 +92,10 @@ class ClusterConfig(Section):
     speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = "off"
     draft_model: str = Field(default="", description="the model that guesses, for speculation `draft`")
     num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
+    verification: Literal["match", "rejection"] = Field(
+        default="match",
+        description="`match`: tokens equal those without speculation; `rejection`: in law, for speculation `draft`",
+    )
     transports: tuple[str, ...] = Field(
         default=("shm", "tcp"),
         min_length=1,
@@ -128,6 +132,8 @@ class ClusterConfig(Section):
             raise ValueError("decode workers may not prefill (router.prefill_fallback: deny): set prefill.workers")
         if self.speculation == "draft" and not self.draft_model:
             raise ValueError("speculation draft needs a model that guesses: set draft_model")
+        if self.verification == "rejection" and self.speculation != "draft":
+            raise ValueError("verification rejection is for guesses that are drawn: set speculation to draft, or match")
         return self
 
 

@@ -93,7 +93,8 @@ def verify_match(draft: Draft, target_ids: Sequence[int], failed_rows: Collectio
     """Walks down the draft along what the target says: what decoding without drafts gives, token for token.
 
     `target_ids` [1 + drafts]: the target's token after the last known token, and after each draft, each sampled with
-    its own position's noise. The walk ends before a row in `failed_rows`; it is empty when that is the first one.
+    its own position's noise (below drawn guesses by `engine.rejection`, which is equal in law). The walk ends before a
+    row in `failed_rows`; it is empty when that is the first one.
     """
     if len(target_ids) != len(draft) + 1:
         raise ValueError(f"{len(draft)} drafts need {len(draft) + 1} target tokens, not {len(target_ids)}")

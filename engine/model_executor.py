@@ -62,7 +62,7 @@ class ModelExecutor:
             sampled_rows, prompt_logprobs = _split_off_prompt(logits, chunks)
             logits, taps = logits[sampled_rows], None if taps is None else taps[sampled_rows]
         rows = [
-            self._sample_row(chunk.sequence, node)
+            self._sample_row(chunk, node)
             for chunk in chunks
             if chunk.is_sampled
             for node in range(ROOT, chunk.num_drafts)
@@ -88,8 +88,9 @@ class ModelExecutor:
         self._builder.forget(sequence)
         self._sampler_states.pop(sequence, None)
 
-    def _sample_row(self, sequence: Sequence, node: int) -> SampleRow:
+    def _sample_row(self, chunk: ScheduledChunk, node: int) -> SampleRow:
         """The row of one of the step's drafts, or ROOT: of the last known token."""
+        sequence = chunk.sequence
         state = self._sampler_states.get(sequence)
         if state is None:
             grammar = sequence.grammar.result(0).begin(sequence.num_prompt_tokens) if sequence.grammar else None
@@ -97,7 +98,8 @@ class ModelExecutor:
             self._sampler_states[sequence] = state
         token_ids = sequence.token_ids_to(node)
         num_ahead = len(token_ids) - sequence.num_tokens
-        return SampleRow(state, token_ids, sequence.num_generated + num_ahead, num_ahead)
+        guesses = sequence.draft.drawn_children(node, chunk.num_drafts) if chunk.num_drafts else ()
+        return SampleRow(state, token_ids, sequence.num_generated + num_ahead, num_ahead, guesses)
 
 
 def _split_off_prompt(

@@ -27,7 +27,9 @@ UInt32Array = npt.NDArray[np.uint32]
 UInt64Array = npt.NDArray[np.uint64]
 Float64Array = npt.NDArray[np.float64]
 
-PURPOSE_SAMPLE = 0  # other purposes (residual draws of a verifier) take other numbers, so no noise is used twice
+PURPOSE_SAMPLE = 0  # every purpose has a number of its own, so no noise is used twice
+PURPOSE_DRAFT = 1  # what a drafter draws its guesses with, where they are verified by rejection
+PURPOSE_VERIFY = 2  # whether such guesses stay, and what is said instead
 NUM_LANES = 4
 SMALLEST_GAP = 2.0**-25  # the smallest value of 1 - u
 PHILOX_ROUNDS = 10
@@ -75,6 +77,13 @@ def vocabulary_bits(vocab_size: int, key: NoiseKeys) -> UInt32Array:
     return bits
 
 
+def uniforms(count: int, key: NoiseKeys, purpose: int) -> Float64Array:
+    """The first `count` numbers in [0, 1) under one key for a purpose other than sampling; 53 bits each."""
+    a, b, _, _ = _philox(np.arange(count, dtype=np.uint64), key, purpose)
+    numbers: Float64Array = ((a >> np.uint64(5)) * 2.0**26 + (b >> np.uint64(6))) * 2.0**-53
+    return numbers
+
+
 def gap(bits: UInt32Array) -> npt.NDArray[np.float32]:
     """1 - u in float32, rounded: for bounds only. Since -ln(u) >= 1 - u, the noise is at most -ln(gap)."""
     gaps = bits.astype(np.float32)
@@ -114,12 +123,14 @@ def ln(values: Float64Array) -> Float64Array:
     return result
 
 
-def _philox(counters: UInt64Array, keys: NoiseKeys) -> tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array]:
+def _philox(
+    counters: UInt64Array, keys: NoiseKeys, purpose: int = PURPOSE_SAMPLE
+) -> tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array]:
     """Philox4x32-10 of (counters, position, choice, purpose): four words for each counter, each below 2^32."""
     a = counters.astype(np.uint64, copy=True)
     b, c = np.empty_like(a), np.empty_like(a)
     b[:], c[:] = keys.positions, keys.choice_indices
-    d = np.full_like(a, PURPOSE_SAMPLE)
+    d = np.full_like(a, purpose)
     key_0, key_1 = keys.seeds & _MASK_32, keys.seeds >> _SHIFT_32
     product_0, product_1 = np.empty_like(a), np.empty_like(a)
     for _ in range(PHILOX_ROUNDS):

@@ -23,20 +23,24 @@ import torch
 from cluster.errors import EngineFailure
 from cluster.sampling_params import NO_LOGPROBS, SamplingParams
 from engine import device_sampler, native_sampler
+from engine.draft import DrawnGuess
 from engine.grammar import GrammarState
 from engine.logit_filters import drop_filtered, has_filter
 from engine.logprobs import position_logprobs
 from engine.noise import (
     NUM_LANES,
+    PURPOSE_VERIFY,
     SMALLEST_GAP,
     NoiseKeys,
     gap,
     gumbel,
     gumbel_of_bits,
     token_bits,
+    uniforms,
     vocabulary_bits,
 )
 from engine.penalties import PenalisedRow, TokenCounts, apply_penalties
+from engine.rejection import Float64Array, draw_after_guesses, probabilities_of
 from engine.request import PositionLogprobs
 
 Float32Array = npt.NDArray[np.float32]
@@ -77,6 +81,7 @@ class SampleRow(NamedTuple):
     token_ids: npt.NDArray[np.int32]  # the sequence so far; the sampled token's position is its length
     num_generated: int
     num_drafts: int = 0  # so many of token_ids' tail, and of num_generated, are guesses
+    guesses: tuple[DrawnGuess, ...] = ()  # drawn for this very token: taken as often as the law allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +165,42 @@ def _draw(
     logits: torch.Tensor, peak_ids: Int64Array, peak_logits: Float32Array, rows: Sequence[SampleRow]
 ) -> Int64Array:
     """Samples rows with a temperature above 0. The largest logit is subtracted first, so that none can overflow."""
-    keys = NoiseKeys(
+    keys = noise_keys(rows)
+    has_guesses = any(row.guesses for row in rows)
+    if logits.is_cuda and not has_guesses:
+        temperatures = np.array([row.state.temperature for row in rows], np.float32)
+        return device_sampler.draw(logits, peak_logits, temperatures, [row.state.params for row in rows], keys)
+    scaled = _scaled(logits, peak_logits, rows)
+    token_ids = (native_sampler.gumbel_argmax if native_sampler.is_usable() else gumbel_argmax)(scaled, peak_ids, keys)
+    for index, row in enumerate(rows if has_guesses else ()):
+        if row.guesses:
+            numbers = uniforms(len(row.guesses) + 1, keys.rows(np.array([index])), PURPOSE_VERIFY)
+            token_ids[index] = draw_after_guesses(probabilities_of(scaled[index]), row.guesses, numbers)
+    return token_ids
+
+
+def noise_keys(rows: Sequence[SampleRow]) -> NoiseKeys:
+    """Whose noise the rows' next tokens take."""
+    return NoiseKeys(
         np.array([row.state.params.seed for row in rows], dtype=np.uint64),
         np.array([row.state.params.choice_index for row in rows], dtype=np.uint64),
         np.array([len(row.token_ids) for row in rows], dtype=np.uint64),
     )
-    if logits.is_cuda:
-        temperatures = np.array([row.state.temperature for row in rows], np.float32)
-        return device_sampler.draw(logits, peak_logits, temperatures, [row.state.params for row in rows], keys)
-    scaled = logits.numpy()  # our own copy
-    is_native = native_sampler.is_usable()
-    (_scale_natively if is_native else _scale)(scaled, peak_logits, [row.state for row in rows])
-    return (native_sampler.gumbel_argmax if is_native else gumbel_argmax)(scaled, peak_ids, keys)
+
+
+@torch.inference_mode()
+def row_probabilities(logits: torch.Tensor, row: SampleRow) -> Float64Array | None:
+    """The law [vocab] that `sample` draws this one row from, None where there is none; for who guesses by it."""
+    _adjust(logits, (row,))
+    _, failed, peak_logits = _peaks(logits)
+    return None if failed[0] else probabilities_of(_scaled(logits, peak_logits, (row,))[0])
+
+
+def _scaled(logits: torch.Tensor, peak_logits: Float32Array, rows: Sequence[SampleRow]) -> Float32Array:
+    """Temperature and filters, on the host."""
+    scaled: Float32Array = logits.cpu().numpy()  # the caller's own copy
+    (_scale_natively if native_sampler.is_usable() else _scale)(scaled, peak_logits, [row.state for row in rows])
+    return scaled
 
 
 def _scale(scaled: Float32Array, peak_logits: Float32Array, states: Sequence[SamplerState]) -> None:

@@ -1,8 +1,9 @@
 """The draft-model drafter: a small model of the same vocabulary guesses, in a KV pool of its own.
 
 Per request it keeps the tokens whose KV is written, its own guesses among them. What the target said differently is
-written anew from the first difference on: rollback is a length. It samples as the request does, with the noise of each
-token's own position: where the two models agree well, they draw the same token, at any temperature.
+written anew from the first difference on: rollback is a length. It samples as the request does. For verification by
+`match` it takes the noise of each token's own position: where the two models agree well, they draw the same token, at
+any temperature. For `rejection` it takes noise of its own and tells what it drew from.
 
 It knows nothing of the target but its vocabulary.
 """
@@ -21,10 +22,11 @@ from cluster.model_files import resolve_model
 from cluster.sampling_params import NO_LOGPROBS, SamplingParams
 from cluster.tokenizer import load_tokenizer
 from cluster.worker_settings import WorkerSettings
-from engine.draft import NO_DRAFT, Draft
+from engine.draft import NO_DRAFT, Draft, DraftLaw
 from engine.model_config import ModelConfig
+from engine.noise import PURPOSE_DRAFT, uniforms
 from engine.runner_factory import BuiltRunner, build_runner
-from engine.sampler import SampleRow, SamplerState, sample
+from engine.sampler import SampleRow, SamplerState, noise_keys, row_probabilities, sample
 from engine.step import ModelRunner, StepInput
 
 # Prompt tokens read in one step of the draft model: bounds its buffers, not what it reads before it guesses.
@@ -56,8 +58,17 @@ class DraftModelDrafter:
 
     name = "draft"
 
-    def __init__(self, runner: ModelRunner, num_blocks: int, block_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        num_blocks: int,
+        block_tokens: int,
+        max_model_len: int,
+        *,
+        draws_for_rejection: bool = False,
+    ) -> None:
         """Owns the pool that `runner` writes into, of `num_blocks` blocks."""
+        self._draws_for_rejection = draws_for_rejection
         self._runner = runner
         self._block_tokens = block_tokens
         self._max_tokens = min(max_model_len, num_blocks * block_tokens)
@@ -83,14 +94,15 @@ class DraftModelDrafter:
         if num_drafts < 1 or not self._cover(context, len(context.known) + num_drafts - 1):
             return NO_DRAFT
         guesses: list[int] = []
+        laws: list[DraftLaw] = []
         while len(guesses) < num_drafts:
-            guess = self._next(context, guesses)
+            guess = self._next(context, guesses, laws)
             if guess is None:
                 break
             guesses.append(guess)
             if guess in context.sampler.params.stop_token_ids:  # ends the guessing, and nothing else
                 break
-        return Draft.chain(guesses)
+        return Draft.chain(guesses, laws)
 
     def forget(self, request_id: RequestId) -> None:
         context = self._contexts.pop(request_id, None)
@@ -101,8 +113,11 @@ class DraftModelDrafter:
         """Tokens of a request whose KV is written, guesses included."""
         return len(self._contexts[request_id].written)
 
-    def _next(self, context: _Context, guesses: list[int]) -> int | None:
-        """Reads what is not written of the known tokens and the guesses; the token that follows them."""
+    def _next(self, context: _Context, guesses: list[int], laws: list[DraftLaw]) -> int | None:
+        """Reads what is not written of the known tokens and the guesses; the token that follows them.
+
+        Where it is drawn for rejection, its law is added to `laws`.
+        """
         token_ids = [*context.known, *guesses]
         while True:
             count = min(MAX_CHUNK_TOKENS, len(token_ids) - len(context.written))
@@ -115,6 +130,12 @@ class DraftModelDrafter:
                 break
         num_generated = len(token_ids) - context.num_prompt_tokens
         row = SampleRow(context.sampler, np.array(token_ids, np.int32), num_generated, len(guesses))
+        if self._draws_for_rejection and not row.state.params.is_greedy:
+            probabilities = row_probabilities(logits, row)
+            if probabilities is None:
+                return None
+            laws.append(DraftLaw.of(probabilities))
+            return laws[-1].draw(float(uniforms(1, noise_keys([row]), PURPOSE_DRAFT)[0]))
         samples = sample(logits, [row])
         return None if samples.failed else int(samples.token_ids[0])
 
@@ -161,7 +182,13 @@ def open_draft_model(settings: WorkerSettings, target: ModelConfig) -> tuple[Dra
     except StartupError:
         built.memory.close()
         raise
-    drafter = DraftModelDrafter(built.runner, built.memory.num_blocks, settings.block_tokens, built.max_model_len)
+    drafter = DraftModelDrafter(
+        built.runner,
+        built.memory.num_blocks,
+        settings.block_tokens,
+        built.max_model_len,
+        draws_for_rejection=settings.verification == "rejection",
+    )
     return drafter, built
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from cluster.errors import StartupError
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.draft import Drafter
 from decode_worker.speculation.draft_model import open_draft_model
@@ -21,6 +22,12 @@ AUTO_DRAFTER = "suffix"
 
 def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> DraftingSpeculator | None:
     """None when speculation is off. Measures steps on the runner. Raises `StartupError` for one that cannot run."""
+    if settings.verification == "rejection" and settings.speculation != "draft":
+        raise StartupError(
+            f"verification rejection is for guesses that are drawn, and {settings.speculation!r} draws none: "
+            "take match, which keeps its guesses exactly as often, or speculation draft",
+            param="verification",
+        )
     if settings.speculation == OFF:
         return None
     drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}

@@ -45,6 +45,9 @@ def serve(
     draft_model: Annotated[
         str | None, typer.Option(help="for speculation draft: a smaller model of the same vocabulary")
     ] = None,
+    verification: Annotated[
+        str | None, typer.Option(help="match: tokens as without speculation; rejection: equal in law (draft only)")
+    ] = None,
     prefill: Count = None,
     decode: Count = None,
     aggregated: Count = None,
@@ -90,6 +93,7 @@ def serve(
     flags = {
         "model": model, "engine": engine, "dtype": dtype, "backend": backend, "quantization": quantization,
         "speculation": speculation, "num_drafts": num_drafts, "draft_model": draft_model,
+        "verification": verification,
         "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,
         "prefill.num_threads": num_threads, "decode.num_threads": num_threads, "aggregated.num_threads": num_threads,
         "transports": tuple(transport.split(",")) if transport else None, "min_bandwidth": min_bandwidth,

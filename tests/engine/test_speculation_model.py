@@ -58,6 +58,11 @@ def built(settings: WorkerSettings) -> BuiltRunner:
     return build_runner(settings)
 
 
+@pytest.fixture(scope="module")
+def plain(built: BuiltRunner, settings: WorkerSettings) -> list[list[int]]:
+    return tokens_with(built, settings, None)
+
+
 def tokens_with(
     built: BuiltRunner,
     settings: WorkerSettings,
@@ -66,6 +71,7 @@ def tokens_with(
     num_blocks: int = 64,
     swap: SwapSpace | None = None,
     counters: dict[str, float] | None = None,
+    max_tokens: int = NUM_TOKENS,
 ) -> list[list[int]]:
     pool = BlockPool(num_blocks, settings.block_tokens, built.config.fingerprint)
     limits = EngineLimits(max_model_len=built.max_model_len, max_sequences=8, max_batch_tokens=64)
@@ -77,7 +83,7 @@ def tokens_with(
     prompts = [(prompt, kind) for prompt in (*PROMPTS, COPIED) for kind in kinds]
     try:
         for index, (prompt, kind) in enumerate(prompts):
-            sampling = SamplingParams(max_tokens=NUM_TOKENS, **kind)  # type: ignore[arg-type]
+            sampling = SamplingParams(max_tokens=max_tokens, **kind)  # type: ignore[arg-type]
             engine.submit(make_request(f"r{index}", prompt, sampling=sampling))
         for index in range(len(prompts)):
             sink.end(f"r{index}")
@@ -88,8 +94,9 @@ def tokens_with(
     return [sink.tokens(f"r{index}") for index in range(len(prompts))]
 
 
-def test_s10_tokens_in_float32_are_those_without_drafts(built: BuiltRunner, settings: WorkerSettings) -> None:
-    plain = tokens_with(built, settings, None)
+def test_s10_tokens_in_float32_are_those_without_drafts(
+    built: BuiltRunner, settings: WorkerSettings, plain: list[list[int]]
+) -> None:
     junk = DraftingSpeculator({"junk": JunkDrafter()}, "junk", 4, None)
     assert tokens_with(built, settings, junk) == plain
     drafters: tuple[Drafter, ...] = (NgramDrafter(), SuffixDrafter())
@@ -121,9 +128,8 @@ class BushyDrafter(SuffixDrafter):
 
 @pytest.mark.parametrize("way", ["restart", "swap"])
 def test_tokens_in_float32_survive_preemption_with_trees(
-    built: BuiltRunner, settings: WorkerSettings, way: str
+    built: BuiltRunner, settings: WorkerSettings, way: str, plain: list[list[int]]
 ) -> None:
-    plain = tokens_with(built, settings, None)
     speculator = DraftingSpeculator({"bushy": BushyDrafter()}, "bushy", 15, None)
     swap = SwapSpace(built.memory, built.memory.layout.block_bytes, 2**28 if way == "swap" else 0)
     counters: dict[str, float] = {}
@@ -148,8 +154,34 @@ def test_s34_a_drafter_that_cannot_run_fails_at_the_start(
         open_speculator(draft.model_copy(update={"draft_model": str(alike)}), built)
 
 
-def test_the_model_itself_as_draft_model_is_always_right(built: BuiltRunner, settings: WorkerSettings) -> None:
-    plain = tokens_with(built, settings, None)
+def test_rejection_with_a_drafter_that_draws_nothing_fails_at_the_start(
+    built: BuiltRunner, settings: WorkerSettings
+) -> None:
+    for speculation in ("off", "auto", "suffix", "eagle"):
+        with pytest.raises(StartupError, match="guesses that are drawn"):
+            open_speculator(
+                settings.model_copy(update={"verification": "rejection", "speculation": speculation}), built
+            )
+
+
+def test_by_rejection_the_model_itself_is_never_rejected(
+    built: BuiltRunner, settings: WorkerSettings, plain: list[list[int]]
+) -> None:
+    """Two runs of one law: p = q at every place, so each guess stays, and greedy tokens are those of plain decoding."""
+    chosen = settings.model_copy(update={"draft_model": settings.model, "verification": "rejection"})
+    own, draft = open_draft_model(chosen, built.config)
+    speculator = DraftingSpeculator({"draft": own}, "draft", 4, None)
+    said = tokens_with(built, settings, speculator, max_tokens=12)
+    assert said[::2] == [tokens[:12] for tokens in plain[::2]]
+    assert said[1::2] != [tokens[:12] for tokens in plain[1::2]], "drawn with noise of its own"
+    counters = speculator.counters()
+    assert counters["speculation_accepted_at_1"] > 0.98 * counters["speculation_proposed_at_1"] > 10
+    draft.memory.close()
+
+
+def test_the_model_itself_as_draft_model_is_always_right(
+    built: BuiltRunner, settings: WorkerSettings, plain: list[list[int]]
+) -> None:
     own, draft = open_draft_model(settings.model_copy(update={"draft_model": settings.model}), built.config)
     speculator = DraftingSpeculator({"draft": own}, "draft", 4, None)
     assert tokens_with(built, settings, speculator) == plain
