@@ -19,6 +19,7 @@ from cluster.worker_settings import DEFAULT_MOCK_DECODE_MS, DEFAULT_MOCK_PREFILL
 from deploy.yaml_settings import YamlSettingsError, load_yaml_settings
 
 DEFAULT_CLUSTER_FILE = Path(__file__).parent / "clusters" / "laptop.yaml"
+RAY_CLUSTER_FILE = DEFAULT_CLUSTER_FILE.with_name("ray-laptop.yaml")
 MAX_POOL_WORKERS = 1024
 
 

@@ -25,6 +25,10 @@ from deploy.autoscaler.forecast import Forecast, ForecastState, forecast, observ
 from deploy.autoscaler.policy import Policy, PoolBounds
 from deploy.autoscaler.signals import Pool, Snapshot, TtftStage
 
+# Start-up times after growing in which distress asks for one replica more than the model at most: what was started must
+# first work off what gathered before it came, and until then each tick looks as bad as the one before.
+SETTLE_HORIZONS = 2
+
 
 class Action(enum.Enum):
     HOLD = "hold"
@@ -118,8 +122,8 @@ def _look_ahead(snapshot: Snapshot, state: ScalerState, policy: Policy) -> tuple
     return replace(snapshot, demand=ahead), replace(state, forecast=seen), expected
 
 
-def wish(pool: Pool, snapshot: Snapshot, policy: Policy, model: CapacityModel) -> tuple[int, str]:
-    """Replicas that this tick asks for, within the pool's bounds, and why."""
+def wish(pool: Pool, snapshot: Snapshot, last_up_s: float, policy: Policy, model: CapacityModel) -> tuple[int, str]:
+    """Replicas that this tick asks for, within the pool's bounds, and why. `last_up_s`: when the pool last grew."""
     bounds = _bounds(pool, policy)
     if snapshot.is_idle:
         return bounds.min, "idle"
@@ -129,6 +133,8 @@ def wish(pool: Pool, snapshot: Snapshot, policy: Policy, model: CapacityModel) -
         # Measured distress outranks the model: one more than serve now. A replica that is starting already answers it,
         # and the measure stays bad until it does, so counting from the whole pool would overshoot.
         with_pressure = len(snapshot.pool(pool).ready) + 1
+        if snapshot.now_s - last_up_s < SETTLE_HORIZONS * policy.forecast.horizon_s:
+            with_pressure = min(with_pressure, max(replicas + 1, snapshot.pool(pool).count(snapshot.now_s)))
         if with_pressure > replicas:
             replicas, reason = with_pressure, pressure
     return max(bounds.min, min(bounds.max, replicas)), reason
@@ -139,7 +145,7 @@ def _decide_pool(
 ) -> tuple[PoolDecision, PoolHistory]:
     now_s, signals = snapshot.now_s, snapshot.pool(pool)
     current = signals.count(now_s)
-    wanted, reason = wish(pool, snapshot, policy, model)
+    wanted, reason = wish(pool, snapshot, history.last_up_s, policy, model)
     if policy.budget.replicas:
         # The pools share a budget: neither may grow into what the other one has.
         other = snapshot.pool(_other(pool)).count(now_s)

@@ -11,20 +11,24 @@ from deploy.commands.options import Address, OnRay
 
 
 def up(
-    config: Annotated[Path, typer.Argument(help="YAML that describes the cluster")],
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML that describes the cluster; default: deploy/clusters/ray-laptop.yaml")
+    ] = None,
     on: OnRay = "ray",
     address: Address = "",
 ) -> None:
     """Bring a cluster up on Ray, return when it is ready, and print its URL. It runs until `tandem down`.
 
-    [dim]tandem up cluster.yaml --on ray[/dim]  a Ray of its own on this machine
+    [dim]tandem up[/dim]  two workers of each kind, the default model, on a Ray of its own on this machine
+
+    [dim]tandem up cluster.yaml --on ray[/dim]  what the file says
 
     [dim]tandem up cluster.yaml --on ray --address 10.0.0.1:6379[/dim]
     """
-    from deploy.config import load_cluster_config
+    from deploy.config import RAY_CLUSTER_FILE, load_cluster_config
     from deploy.ray_cluster import up as up_on_ray
 
-    loaded = load_cluster_config(config)
+    loaded = load_cluster_config(config or RAY_CLUSTER_FILE)
     ready = up_on_ray(loaded, address)
     grpc = f" · {ready['grpc_address']} (gRPC)" if ready["grpc_address"] else ""
     typer.echo(f"Tandem serves {ready['model']} at {ready['url']} (OpenAI API){grpc} · {ready['summary']} · on Ray")

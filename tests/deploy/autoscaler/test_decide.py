@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.autoscaler.capacity import CapacityModel
+from deploy.autoscaler.capacity import CapacityModel, prefill_need
 from deploy.autoscaler.decide import Action, ScalerState, decide
 from deploy.autoscaler.policy import Budget, Forecasting, Policy, PoolBounds, ScaleDown, Slo
 from deploy.autoscaler.policy_file import load_policy
@@ -52,6 +52,29 @@ def test_a_step_settles_within_three_start_times_and_overshoots_by_at_most_one()
     assert wished > before
     assert counts[-1] == wished
     assert max(counts) <= wished + 1
+
+
+def test_what_gathered_before_the_replicas_came_asks_for_one_more_at_most() -> None:
+    """Real queues keep TTFT bad for as long as they drain, also once there is enough capacity."""
+    cluster = fleet(start_s=30.0)
+    for _ in range(60):
+        cluster.tick(demand(8.0, output=10))
+    busy, backlog_s, counts, needed = 3.2, 0.0, [], 0  # workers that 32 requests/s keep busy; worker-seconds that wait
+    for _ in range(60):
+        backlog_s = max(0.0, backlog_s + (busy - cluster.counts[Pool.PREFILL]) * POLICY.tick_s)
+        stages = {TtftStage.PREFILL_QUEUE: 1000 * backlog_s / cluster.counts[Pool.PREFILL]}
+        cluster.tick(demand(32.0, output=10), ttft=stages)
+        needed = max(needed, prefill_need(demand(32.0, output=10), MODEL, POLICY).replicas)
+        counts.append(cluster.total(Pool.PREFILL))
+    assert backlog_s == 0
+    assert needed <= max(counts) <= needed + 1
+
+
+def test_distress_that_outlasts_the_start_of_a_replica_asks_for_another() -> None:
+    cluster = fleet(start_s=30.0)
+    for _ in range(100):
+        cluster.tick(demand(0.1, output=10), ttft={TtftStage.PREFILL_QUEUE: 2 * POLICY.slo.ttft_ms})
+    assert cluster.total(Pool.PREFILL) >= 4
 
 
 def test_half_an_hour_of_steady_load_changes_nothing() -> None:
