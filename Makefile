@@ -61,9 +61,10 @@ proto: $(VENV)/.dev-stamp  ## regenerate the stubs in proto/tandem/v1
 bench: model $(VENV)/.dev-stamp  ## first measurements on this machine, written to bench-out/
 	$(BIN)/python -m benchmarks.first_measurement --out bench-out
 
-sweep: model $(VENV)/.dev-stamp  ## how much this machine holds, by pool and together: ten minutes, kept in docs/sweep/
+sweep: model $(VENV)/.dev-stamp  ## how much this machine holds, by pool and together: 20 minutes at most, kept in docs/sweep-cpu/
 	$(BIN)/tandem bench sweep --out sweep-out --quick --input-tokens 64:192 --output-tokens 16:48
-	$(BIN)/tandem bench report sweep-out --export docs/sweep
+	$(BIN)/tandem simulate sweep-out --out sweep-out --splits 6
+	$(BIN)/tandem bench report sweep-out --export docs/sweep-cpu
 
 lock: | $(BIN)/python  ## rewrite requirements/*.lock from pyproject.toml
 	$(BIN)/python -m pip install -q pip-tools

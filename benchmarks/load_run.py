@@ -11,7 +11,8 @@ records after the run (`stream_record`): nothing is parsed while it lasts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -71,13 +72,13 @@ async def run_open_loop(
     plan: Sequence[PlannedRequest], sender: Sender, duration_s: float, limits: RunLimits = RunLimits()
 ) -> LoadRun:
     """Sends each request when it is due. `duration_s` is the window that the arrivals were drawn for."""
-    flight = _Flight(sender, limits.max_in_flight)
-    for planned in sorted(plan, key=lambda request: request.intended_s):
-        await flight.sleep_until(planned.intended_s)
-        await flight.wait_for_place()
-        flight.launch(planned, planned.intended_s)
-    await flight.sleep_until(duration_s)
-    await flight.drain(limits.drain_timeout_s)
+    async with _flying(sender, limits.max_in_flight) as flight:
+        for planned in sorted(plan, key=lambda request: request.intended_s):
+            await flight.sleep_until(planned.intended_s)
+            await flight.wait_for_place()
+            flight.launch(planned, planned.intended_s)
+        await flight.sleep_until(duration_s)
+        await flight.drain(limits.drain_timeout_s)
     return flight.result(plan, 0.0, duration_s)
 
 
@@ -91,18 +92,13 @@ async def run_closed_loop(
     """
     if concurrency < 1:
         raise ValueError(f"concurrency is {concurrency}, must be at least 1")
-    flight = _Flight(sender, concurrency)
     waiting = enumerate(plan)
     window = _ClosedWindow(num_warmup)
-    users = [
-        asyncio.create_task(_closed_loop_user(flight, waiting, window)) for _ in range(min(concurrency, len(plan)))
-    ]
-    done, late = await asyncio.wait(users, timeout=timeout_s)
-    await end_tasks(*late)
-    for user in done:
-        user.result()
-    await flight.drain(0.0)
-    end_s = window.used_up_s if window.used_up_s is not None else flight.now_s()
+    async with _flying(sender, concurrency) as flight:
+        users = [_closed_loop_user(flight, waiting, window) for _ in range(min(concurrency, len(plan)))]
+        await _all_within(users, timeout_s)
+        await flight.drain(0.0)
+        end_s = window.used_up_s if window.used_up_s is not None else flight.now_s()
     return flight.result(plan, window.warmup_end_s, max(end_s, window.warmup_end_s), num_warmup)
 
 
@@ -110,18 +106,36 @@ async def run_sessions(
     sessions: Sequence[Session], sender: Sender, duration_s: float, limits: RunLimits = RunLimits()
 ) -> LoadRun:
     """Starts each session when it is due and plays its turns; a failed turn ends its session."""
-    flight = _Flight(sender, limits.max_in_flight)
-    players = []
-    for session in sorted(sessions, key=lambda one: one.intended_s):
-        await flight.sleep_until(session.intended_s)
-        players.append(asyncio.create_task(_play(flight, session)))
-    await flight.sleep_until(duration_s)
-    if players:
-        _, late = await asyncio.wait(players, timeout=limits.drain_timeout_s)
-        await end_tasks(*late)
-        await asyncio.gather(*players, return_exceptions=True)
-    await flight.drain(0.0)
+    async with _flying(sender, limits.max_in_flight) as flight:
+        ordered = sorted(sessions, key=lambda one: one.intended_s)
+        await _all_within([_play(flight, session) for session in ordered], duration_s + limits.drain_timeout_s)
+        await flight.sleep_until(duration_s)
+        await flight.drain(0.0)
     return flight.result(flight.planned, 0.0, duration_s)
+
+
+@asynccontextmanager
+async def _flying(sender: Sender, max_in_flight: int) -> AsyncIterator[_Flight]:
+    """A flight of which nothing is left afterwards, also where the run is cancelled: what it had sent would go on
+    loading the server, and the next run would measure it."""
+    flight = _Flight(sender, max_in_flight)
+    try:
+        yield flight
+    finally:
+        await flight.drain(0.0)
+
+
+async def _all_within(parts: Sequence[Coroutine[object, object, None]], timeout_s: float) -> None:
+    """Runs them at once; none runs on afterwards. Raises what one of them raised; being late is no error."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    if not tasks:
+        return
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout_s)
+    finally:
+        await end_tasks(*tasks)
+    for task in done:
+        task.result()
 
 
 @dataclass(slots=True)
@@ -146,6 +160,7 @@ async def _closed_loop_user(
 async def _play(flight: _Flight, session: Session) -> None:
     messages: tuple[ChatMessage, ...] = (ChatMessage("system", session.system),) if session.system else ()
     due_s = session.intended_s
+    await flight.sleep_until(due_s)
     dialogue_tokens: int | None = None
     for turn, text in enumerate(session.user_turns):
         messages = (*messages, ChatMessage("user", text))

@@ -4,7 +4,7 @@
     interference: the same prompts beside decoding sequences  ->  predicted X_p, X_d
     prefill alone: bisection   ->  measured X_p
     coupled: shares of the prediction, bisection, confirmation  ->  capacity, knees
-    drift: one prompt timed at the start and at the end  ->  whether the machine stayed the same
+    drift: one prompt timed beside the grids, before and after the coupled runs  ->  whether the machine stayed the same
     aggregated control: the same search on the same number of workers
     speculation: closed loops with and without drafts
     -> plan (`planner`), report (`report`)
@@ -15,8 +15,9 @@ is stands in `sweep_measurements`.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.capacity_search import Phase, Probe, max_probes, next_probe
@@ -48,6 +49,9 @@ PREFILL_TIME, DECODE_STEP = "prefill_time", "decode_step"
 INTERFERENCE, DRIFT, SPECULATION = "interference", "drift", "speculation"
 PREFILL_RATE, COUPLED, CONTROL = "prefill_rate", "coupled", "control"
 SIMULATED = "simulated"
+# When the drift's prompt is timed.
+GRIDS_TURN, BEFORE_COUPLED_TURN, AFTER_COUPLED_TURN = 0, 1, 2
+LITTLE_ROUNDS = 20
 # Of a point that is no open-loop run, for the time left.
 GRID_POINT_S = 3.0
 # Nobody knows a pool's size where the server does not say: then KV never binds.
@@ -91,9 +95,9 @@ class Sweep:
     def plan_time(self, *, has_control: bool, has_speculation: bool) -> None:
         """Tells the progress how long everything takes at most."""
         settings = self.settings
-        grid = len(settings.prefill_lengths) * len(settings.prefill_hit_rates)
+        grid = len(grid_lengths(settings)) * len(settings.prefill_hit_rates)
         grid += len(settings.decode_batches) * len(settings.decode_contexts)
-        grid += 3 + 2 * len(settings.speculation_batches) * has_speculation
+        grid += 4 + 2 * len(settings.speculation_batches) * has_speculation
         searches = 3 if has_control else 2
         shares = len(settings.rates_per_s or settings.rate_shares)
         self._progress.plan(grid * GRID_POINT_S + shares * settings.run_s + searches * self._search_s)
@@ -107,7 +111,7 @@ class Sweep:
         """Both grids and their fits. `kv_tokens`: of one decode worker's pool."""
         settings = self.settings
         for hit_rate in settings.prefill_hit_rates:
-            for length in settings.prefill_lengths:
+            for length in grid_lengths(settings):
                 await self._grid_point(
                     PREFILL_TIME,
                     target,
@@ -122,14 +126,16 @@ class Sweep:
                     {"batch": float(batch), "context": float(context)},
                     partial(measure_decode, target, settings, batch, context),
                 )
+        await self.measure_drift(target, GRIDS_TURN)
+        alone = self.timings(target.deployment, kv_tokens, max_batch)
         length = round(settings.workload.input_tokens.mean)
+        batch = decoding_batch(settings, alone.model)
         await self._grid_point(
             INTERFERENCE,
             target,
-            {"input": float(length), "batch": float(settings.interference_batch)},
-            partial(measure_interference, target, settings, length),
+            {"input": float(length), "batch": float(batch)},
+            partial(measure_interference, target, settings, length, batch),
         )
-        await self.measure_drift(target, 0)
         return self.timings(target.deployment, kv_tokens, max_batch)
 
     async def measure_drift(self, target: Target, turn: int) -> None:
@@ -163,7 +169,7 @@ class Sweep:
             ]
         )
         exposed = [p.stages_ms["exposed_transfer"] for p in prefill_points if p.stages_ms]
-        slower = max((slow_down(p, prefill) for p in self._store.points(INTERFERENCE, deployment)), default=1.0)
+        slower = max(map(slow_down, self._store.points(INTERFERENCE, deployment)), default=1.0)
         (c0, c1, c2), (alpha, beta, gamma) = prefill.coefficients, decode.coefficients
         model = CapacityModel(
             c0_ms=c0 * slower,
@@ -183,11 +189,15 @@ class Sweep:
         return await self._search(PREFILL_RATE, target, prefill_only(self.settings.workload), predicted_per_s)
 
     async def search_coupled(self, target: Target, predicted_per_s: float) -> float:
-        """The given rates or the shares of the prediction, then the search: the coupled capacity."""
+        """The given rates or the shares of the prediction, then the search: the coupled capacity. Between two looks at
+        how fast the machine is, for the prediction is of the machine that the grids saw."""
+        await self.measure_drift(target, BEFORE_COUPLED_TURN)
         shares = [share * predicted_per_s for share in self.settings.rate_shares]
         for rate_per_s in self.settings.rates_per_s or shares:
             await self._rate(COUPLED, target, self.settings.workload, rate_per_s, 0)
-        return await self._search(COUPLED, target, self.settings.workload, predicted_per_s)
+        capacity = await self._search(COUPLED, target, self.settings.workload, predicted_per_s)
+        await self.measure_drift(target, AFTER_COUPLED_TURN)
+        return capacity
 
     async def search_control(self, target: Target, predicted_per_s: float) -> float:
         """The same search on the aggregated deployment."""
@@ -265,20 +275,48 @@ def prediction_of_1p1d(settings: SweepSettings, model: CapacityModel) -> float:
 
 
 def drift_share(points: Sequence[Point]) -> float:
-    """How much slower (above 0) or faster the same prompt was at the end than at the start."""
-    times = [point.measured["prefill_ms"] for point in sorted(points, key=lambda point: point.params["turn"])]
-    return times[-1] / times[0] - 1 if len(times) > 1 else 0.0
+    """How much slower (above 0) or faster the same prompt was while the coupled runs went than beside the grids."""
+    beside_grids = [_prompt_ms(point) for point in points if point.params["turn"] == GRIDS_TURN]
+    beside_runs = [_prompt_ms(point) for point in points if point.params["turn"] != GRIDS_TURN]
+    if not beside_grids or not beside_runs:
+        return 0.0
+    return statistics.mean(beside_runs) / beside_grids[0] - 1
+
+
+def drifted(model: CapacityModel, share: float) -> CapacityModel:
+    """The model of a machine that computes prompts in `1 + share` times the time."""
+    return replace(
+        model, c0_ms=model.c0_ms * (1 + share), c1_ms=model.c1_ms * (1 + share), c2_ms=model.c2_ms * (1 + share)
+    )
+
+
+def grid_lengths(settings: SweepSettings) -> list[int]:
+    """The grid's lengths and the workload's own: a fit is best where it was measured."""
+    law = settings.workload.input_tokens
+    return sorted({*settings.prefill_lengths, law.low, round(law.mean), law.high})
+
+
+def decoding_batch(settings: SweepSettings, model: CapacityModel) -> int:
+    """Sequences that decode on average at the rate that a pair is predicted to carry, by Little's law; at least one."""
+    rate_per_s = min(predicted_capacities(settings, model))
+    traffic, batch = settings.traffic, 1.0
+    for _ in range(LITTLE_ROUNDS):
+        batch = rate_per_s * traffic.output_tokens * model.tpot_ms(batch, traffic.context_tokens) / 1e3
+        batch = min(max(batch, 1.0), float(model.max_batch))
+    return round(batch)
 
 
 def prefill_sample(point: Point) -> PrefillSample:
     return PrefillSample(point.measured["uncached"], point.measured["cached"], point.measured["prefill_ms"])
 
 
-def slow_down(point: Point, alone: TimingFit) -> float:
-    """A prompt's time over what the fit says of it alone, at least 1."""
-    c0, c1, c2 = alone.coefficients
-    uncached, cached = point.measured["uncached"], point.measured["cached"]
-    return max(1.0, point.measured["prefill_ms"] / (c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)))
+def slow_down(point: Point) -> float:
+    """Of an interference point: a prompt's time beside decoding sequences over its time alone, at least 1."""
+    return max(1.0, point.measured["prefill_ms"] / point.measured["alone_ms"])
+
+
+def _prompt_ms(point: Point) -> float:
+    return point.measured["prefill_ms"]
 
 
 def _probe(point: Point) -> Probe:

@@ -8,7 +8,8 @@ decode alone sends prompts whose KV the decode worker has in its prefix cache, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +29,7 @@ POINT_TIMEOUT_S = 300.0
 # A background stream's length, and how often it may start over while the prompts beside it are timed.
 BACKGROUND_TOKENS = 128
 MAX_BACKGROUND_ROUNDS = 64
+INTERFERENCE_TURNS = 2
 # Text whose answer repeats it: editing and quoting, where drafts come from the prompt.
 REPEATING_PROMPTS = (
     "Repeat this list word for word, then repeat it again: red apple, green pear, yellow banana, blue plum.",
@@ -81,23 +83,48 @@ async def measure_drift(target: Target, settings: SweepSettings, length: int, tu
     return _prefill_point("drift", target, {"input": float(length), "turn": float(turn)}, settings, run)
 
 
-async def measure_interference(target: Target, settings: SweepSettings, length: int) -> Measured:
-    """Time of one prompt beside sequences that decode all the while. Where pools share cores, memory or links it is
-    longer than alone, and what is predicted for both together must know."""
-    batch = settings.interference_batch
+async def measure_interference(target: Target, settings: SweepSettings, length: int, batch: int) -> Measured:
+    """Time of one prompt beside `batch` sequences that decode all the while, in turns with its time alone.
+
+    Where pools share cores, memory or links it is longer, and what is predicted for both together must know. In turns,
+    so that what else the machine does in these seconds is not taken for interference."""
     params = {"input": float(length), "batch": float(batch)}
-    prompt = _prompts(target, settings, "beside", settings.input_low, 1)[0]
-    stream = replace(prompt, output_tokens=BACKGROUND_TOKENS)
-    streams = [replace(stream, index=place) for place in range(batch)]
-    plan = _prompts(target, settings, "interference", length, 3 * settings.repeats)
+    alone: list[RequestRecord] = []
+    runs = []
+    for turn in range(INTERFERENCE_TURNS):
+        # Alone first, then beside; the next turn the other way round: a machine that slows down cancels out.
+        for is_beside in (False, True) if turn % 2 == 0 else (True, False):
+            plan = _prompts(target, settings, f"beside {is_beside}", length, 3 * settings.repeats, turn)
+            async with _decoding(target, settings, batch if is_beside else 0):
+                run = await run_closed_loop(plan, target.sender, 1, num_warmup=1, timeout_s=POINT_TIMEOUT_S)
+            _check(run.records)
+            if is_beside:
+                runs.append(run)
+            else:
+                alone += [record for record in run.records if not record.is_warmup]
+    beside = replace(
+        runs[0], records=[record for run in runs for record in run.records], window_end_s=runs[-1].window_end_s
+    )
+    point, records = _prefill_point("interference", target, params, settings, beside)
+    alone_ms = float(np.median([_prefill_ms(record) for record in alone]))
+    return replace(point, measured=point.measured | {"alone_ms": alone_ms}), [*alone, *records]
+
+
+@asynccontextmanager
+async def _decoding(target: Target, settings: SweepSettings, batch: int) -> AsyncIterator[None]:
+    """Inside, `batch` sequences decode (0: none); their prompts are cached: prefill has nothing to do with them."""
+    if not batch:
+        yield
+        return
+    prompt = _prompts(target, settings, "background", settings.input_low, 1)[0]
+    streams = [replace(prompt, index=place, output_tokens=BACKGROUND_TOKENS) for place in range(batch)]
     background = asyncio.create_task(
         run_closed_loop(streams * MAX_BACKGROUND_ROUNDS, target.sender, batch, 0, POINT_TIMEOUT_S)
     )
     try:
-        run = await run_closed_loop(plan, target.sender, concurrency=1, num_warmup=1, timeout_s=POINT_TIMEOUT_S)
+        yield
     finally:
         await end_tasks(background)
-    return _prefill_point("interference", target, params, settings, run)
 
 
 async def measure_speculation(target: Target, settings: SweepSettings, batch: int) -> Measured:

@@ -17,8 +17,11 @@ from benchmarks.planner import CoupledCheck, PdPlan, plan, write_plan
 from benchmarks.report import write_report
 from benchmarks.sweep import (
     COUPLED,
+    DRIFT,
     Progress,
     Sweep,
+    drift_share,
+    drifted,
     predicted_capacities,
     prediction_of_1p1d,
     rate_points,
@@ -74,7 +77,6 @@ async def run_sweep(options: SweepOptions, progress: Progress) -> tuple[PdPlan, 
         x_p, x_d = predicted_capacities(settings, timings.model)
         await sweep.search_prefill(target, x_p)
         await sweep.search_coupled(target, min(x_p, x_d))
-        await sweep.measure_drift(target, 1)
         if has_speculation:
             await sweep.measure_speculation(target)
     control = None
@@ -97,7 +99,8 @@ def _plan(
     measured = capacity_at_slo(rate_points(store.points(COUPLED)))
     check = CoupledCheck(
         DISAGGREGATED,
-        prediction_of_1p1d(settings, model),
+        # Of the machine as it was while the coupled runs went.
+        prediction_of_1p1d(settings, drifted(model, drift_share(store.points(DRIFT)))),
         measured.value,
         measured.low,
         # Nothing failed: there is no upper bound, and JSON has no infinity.

@@ -19,7 +19,7 @@ from benchmarks.machine import Machine
 from benchmarks.request_record import RequestRecord, write_records
 from benchmarks.sweep_settings import SweepSettings
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class SweepDirectoryError(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,46 @@ def test_a_slow_server_leaves_unfinished_records_not_a_hang() -> None:
 def test_closed_loop_gives_up_at_its_timeout_and_records_what_was_not_sent() -> None:
     run = run_virtually(run_closed_loop(_plan(10.0, 1.0), _after(1e6), concurrency=2, num_warmup=0, timeout_s=3.0))
     assert [record.outcome for record in run.records] == [Outcome.UNFINISHED] * 2 + [Outcome.NOT_SENT] * 8
+
+
+@pytest.mark.parametrize("kind", ["open", "closed", "sessions"])
+def test_a_cancelled_run_leaves_nothing_that_loads_the_server(kind: str) -> None:
+    sender = _CountingSender()
+
+    async def cancelled_in_the_middle() -> int:
+        plan = _plan(10.0, 20.0)
+        sessions = [Session(place, 0.4 * place, "", ("a", "b"), 1) for place in range(20)]
+        runs: dict[str, Any] = {
+            "open": lambda: run_open_loop(plan, sender, 20.0),
+            "closed": lambda: run_closed_loop(plan, sender, 4, num_warmup=0, timeout_s=100.0),
+            "sessions": lambda: run_sessions(sessions, sender, 20.0),
+        }
+        running = asyncio.create_task(runs[kind]())
+        await asyncio.sleep(2.0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert sender.num_running == 0
+        num_sent = sender.num_sent
+        await asyncio.sleep(10.0)
+        return num_sent
+
+    num_sent = run_virtually(cancelled_in_the_middle())
+    assert sender.num_sent == num_sent > 1
+
+
+class _CountingSender:
+    """Answers after 0.3 s; knows what is out."""
+
+    def __init__(self) -> None:
+        self.num_sent = self.num_running = 0
+
+    async def send(self, request: PlannedRequest, capture: StreamCapture) -> None:
+        self.num_sent += 1
+        self.num_running += 1
+        try:
+            await asyncio.sleep(0.3)
+        finally:
+            self.num_running -= 1
 
 
 def test_a_fault_of_the_sender_itself_ends_the_run() -> None:

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.machine import describe_machine
+from benchmarks.openai_client import StreamCapture
 from benchmarks.request_record import read_records
 from benchmarks.scripted_server import Answer
 from benchmarks.sweep import (
     COUPLED,
     DECODE_STEP,
+    DRIFT,
     PREFILL_RATE,
     PREFILL_TIME,
     Progress,
     Sweep,
+    decoding_batch,
+    drift_share,
+    drifted,
+    grid_lengths,
     predicted_capacities,
+    slow_down,
 )
-from benchmarks.sweep_measurements import MeasurementFailed, Target, measure_prefill
+from benchmarks.sweep_measurements import MeasurementFailed, Target, measure_interference, measure_prefill
 from benchmarks.sweep_settings import QUICK, SweepSettings
-from benchmarks.sweep_store import SweepDirectoryError, SweepStore, read_manifest, read_points
+from benchmarks.sweep_store import Point, SweepDirectoryError, SweepStore, read_manifest, read_points
+from benchmarks.workload import PlannedRequest
+from deploy.autoscaler.capacity import CapacityModel
 from tests.benchmarks.scripted_sender import ScriptedSender
 from tests.benchmarks.two_pool_sender import TwoPoolSender
 from tests.benchmarks.virtual_loop import run_virtually
 
 PREFILL_TOKEN_S, STEP_S, STEP_SEQUENCE_S = 0.0008, 0.010, 0.002
-SETTINGS = replace(SweepSettings(**QUICK), run_s=25.0, ttft_ms=1500.0, tpot_ms=60.0)
+# Fewer requests than a sweep takes: virtual runs cost time as well.
+SETTINGS = replace(SweepSettings(**QUICK), run_s=25.0, min_requests=40, ttft_ms=1500.0, tpot_ms=60.0)
 
 
 def _store(directory: Path, settings: SweepSettings = SETTINGS) -> SweepStore:
@@ -79,6 +90,56 @@ def test_a_sweep_finds_the_pools_that_it_measures_and_goes_on_where_it_stopped(t
     resumed = run_virtually(_sweep(_store(tmp_path), again, Progress(lambda *_: None)))
     assert resumed == (x_p, measured_x_p, capacity)
     assert again.num_sent == 0
+
+
+class _SlowingSender(TwoPoolSender):
+    """Its machine needs a tenth more for a prompt with each second; `beside` times as much while sequences decode."""
+
+    def __init__(self, per_s: float, beside: float) -> None:
+        super().__init__(PREFILL_TOKEN_S, STEP_S, STEP_SEQUENCE_S)
+        self._per_s, self._beside = per_s, beside
+        self._num_streams = 0
+
+    async def send(self, request: PlannedRequest, capture: StreamCapture) -> None:
+        factor = 1 + self._per_s * asyncio.get_running_loop().time()
+        self.prefill_token_s = PREFILL_TOKEN_S * factor * (self._beside if self._num_streams else 1.0)
+        is_stream = request.output_tokens > 1
+        self._num_streams += is_stream
+        try:
+            await super().send(request, capture)
+        finally:
+            self._num_streams -= is_stream
+
+
+@pytest.mark.parametrize("beside", [1.0, 1.5])
+def test_interference_is_told_apart_from_a_machine_that_slows_down(beside: float) -> None:
+    sender = _SlowingSender(0.1, beside)
+    point, records = run_virtually(measure_interference(Target(sender, "1P1D", content_seed=5), SETTINGS, 200, 2))
+    assert point.measured["prefill_ms"] > 1.2 * beside * 200 * PREFILL_TOKEN_S * 1e3  # slower than at the start
+    assert slow_down(point) == pytest.approx(beside, rel=0.05)
+    assert len(records) > 2 * SETTINGS.repeats
+
+
+def test_what_is_predicted_for_the_coupled_run_is_of_the_machine_at_that_time() -> None:
+    def timed(turn: int, prefill_ms: float) -> Point:
+        return Point(DRIFT, "1P1D", {"turn": float(turn)}, {}, {"prefill_ms": prefill_ms})
+
+    assert drift_share([timed(0, 100.0)]) == 0.0
+    slower = drift_share([timed(2, 140.0), timed(0, 100.0), timed(1, 120.0)])
+    assert slower == pytest.approx(0.3)
+    model = CapacityModel(2.0, 1.0, 0.001, 10.0, 1.0, 0.0, kv_tokens=10_000, max_batch=64)
+    assert drifted(model, slower).prefill_ms(100, 50) == pytest.approx(1.3 * model.prefill_ms(100, 50))
+    assert drifted(model, slower).tpot_ms(4, 100) == model.tpot_ms(4, 100)
+
+
+def test_the_pools_are_timed_where_the_workload_is() -> None:
+    settings = replace(SETTINGS, input_low=64, input_high=192, prefill_lengths=(64, 1024))
+    assert grid_lengths(settings) == [64, 128, 192, 1024]
+    model = CapacityModel(0.0, 1.0, 0.0, 10.0, 1.0, 0.0, kv_tokens=100_000, max_batch=64)
+    batch = decoding_batch(settings, model)
+    # Little's law: as many as arrive while one decodes.
+    rate_per_s = min(predicted_capacities(settings, model))
+    assert batch == round(rate_per_s * 48 * model.tpot_ms(batch, 128 + 24) / 1e3)
 
 
 def test_a_directory_with_another_sweep_is_refused(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ async def test_a_sweep_over_sockets_ends_with_plan_policy_and_report(tmp_path: P
     assert records
     assert write_report(tmp_path) == report
     exported = export_report(tmp_path, tmp_path / "kept")
-    assert {path.name for path in exported} > {"report.html", "summary.json", "summary.csv", "pd_plan.json"}
-    rows = json.loads((tmp_path / "kept" / "summary.json").read_text())["rows"]
+    assert {path.name for path in exported} > {"report.html", "summary.csv", "pd_plan.json"}
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
     assert {row["point"]["stage"] for row in rows} > {"coupled", "control", "interference", "drift"}
     assert not any(row["point"]["is_simulated"] for row in rows)
 
