@@ -206,4 +206,5 @@ def _open_ends(context: WorkerContext, table: LandingTable, memory: KvMemory) ->
     settings = context.settings
     # An aggregated worker asks nobody, so it listens for nobody.
     transports = settings.transports if settings.role == "decode" else ()
-    return ReceivingEnds(transports, settings.runtime_dir, settings.worker_id, table, settings.kv_host, memory)
+    pool = memory if memory.is_addressable else None
+    return ReceivingEnds(transports, settings.runtime_dir, settings.worker_id, table, settings.kv_host, pool)

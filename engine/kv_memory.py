@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -45,12 +46,24 @@ def layout_of(config: ModelConfig, dtype: str, block_tokens: int) -> KvLayout:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CellWrite:
+    """Cells that a transport writes where they belong; implements `kv_transfer.kv_memory.CellWrite`."""
+
+    runs: list[memoryview]
+
+    def finish(self) -> None:
+        """They are there already."""
+
+
 class KvMemory:
     """One worker's pool. Owned by the process that serves; implements `kv_transfer.kv_memory.KvMemory`.
 
     `tensor` shares the mapping's bytes. `huge_pages` says whether the kernel took the advice to back it by huge pages:
     a refusal costs speed, never correctness. `memfd` is the mapping's file descriptor when `shareable`, else None.
     """
+
+    is_addressable = True  # whether a transport may write into it by itself
 
     def __init__(self, layout: KvLayout, num_blocks: int, *, shareable: bool = False) -> None:
         """Raises `StartupError` when the machine does not give that much memory."""
@@ -132,6 +145,10 @@ class KvMemory:
         ends = [index for index in range(1, len(blocks)) if blocks[index] != blocks[index - 1] + 1]
         pieces = zip((0, *ends), (*ends, len(blocks)), strict=True)
         return [pool[blocks[first] * stride : (blocks[end - 1] + 1) * stride] for first, end in pieces]
+
+    def begin_write(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> CellWrite:
+        """The same runs, for who writes into them. Raises `IndexError` as `run`."""
+        return CellWrite(self.runs(blocks, first_layer, num_layers))
 
     def copy_block(self, source: int, destination: int) -> None:
         """Copies one block, all layers."""

@@ -33,6 +33,8 @@ MAX_DEFAULT_KV_BYTES = 2**30
 DEFAULT_KV_SHARE = 0.1
 # Of a GPU's memory that is free before the weights are there: one worker has the GPU.
 GPU_KV_SHARE = 0.5
+# These write straight into the pool of a decode worker.
+POOL_WRITING_TRANSPORTS = frozenset({"shm-direct", "nixl"})
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -85,25 +87,27 @@ def build_runner(settings: WorkerSettings, *, shareable_pool: bool = False) -> B
 
 
 def _device(settings: WorkerSettings) -> torch.device:
-    """Where the model runs. Raises `StartupError` for a GPU in a pool whose KV has to travel."""
+    """Where the model runs. Raises `StartupError` for a transport that cannot reach a GPU's memory."""
     if settings.backend != "triton":
         return torch.device("cpu")
-    device = triton_device(settings.quantization)
-    if device.type == "cuda" and settings.role != "aggregated":
+    direct = POOL_WRITING_TRANSPORTS.intersection(settings.transports)
+    if direct and settings.role == "decode":
         raise StartupError(
-            "backend triton keeps KV in GPU memory, and transports move host memory only: serve with "
-            "--prefill 0 --decode 0 --aggregated 1",
-            param="backend",
+            f"transport {min(direct)} writes into the KV pool by its address, and backend triton keeps it in GPU "
+            "memory: use shm, tcp or ucx",
+            param="transports",
         )
-    return device
+    return triton_device(settings.quantization)
 
 
 def _open_memory(settings: WorkerSettings, layout: KvLayout, device: torch.device, *, shareable: bool) -> KvMemory:
-    if device.type == "cuda":
-        free_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_KV_SHARE)
-        sized = settings.model_copy(update={"kv_cache_bytes": settings.kv_cache_bytes or free_bytes})
-        return DeviceKvMemory(layout, num_blocks(sized, layout, free_bytes), device)
-    return KvMemory(layout, num_blocks(settings, layout, free_memory_bytes()), shareable=shareable)
+    if settings.backend != "triton":
+        return KvMemory(layout, num_blocks(settings, layout, free_memory_bytes()), shareable=shareable)
+    if device.type != "cuda":  # the interpreter: the GPU's path, on the host's memory
+        return DeviceKvMemory(layout, num_blocks(settings, layout, free_memory_bytes()), device)
+    free_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_KV_SHARE)
+    sized = settings.model_copy(update={"kv_cache_bytes": settings.kv_cache_bytes or free_bytes})
+    return DeviceKvMemory(layout, num_blocks(sized, layout, free_bytes), device)
 
 
 def num_blocks(settings: WorkerSettings, layout: KvLayout, free_bytes: int) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
 from cluster.errors import StartupError
+from engine.interpreter_turn import interpreter_turn, is_interpreting
+from engine.step import LayerCallback, StepInput, StepOutput
 from engine.torch_runner import PoolTensor, TorchRunner
 from engine.weights.weight_source import WeightSource
 
@@ -26,7 +27,7 @@ def triton_device(quantization: str) -> torch.device:
         raise StartupError(
             f"backend triton keeps weights as {', '.join(QUANTIZATIONS)}, not {quantization}", param="quantization"
         )
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if is_interpreting():
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise StartupError("backend triton needs a GPU: use auto, native or torch", param="backend")
@@ -35,10 +36,18 @@ def triton_device(quantization: str) -> torch.device:
     return torch.device("cuda")
 
 
+class TritonRunner(TorchRunner):
+    """A decoder whose operations are Triton kernels; keeps `engine.step.ModelRunner`'s promise."""
+
+    def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:
+        with interpreter_turn():
+            return super().forward(step, layer_done)
+
+
 def triton_runner(weights: WeightSource, memory: PoolTensor, *, quantization: str, max_model_len: int) -> TorchRunner:
-    """A decoder whose operations are Triton kernels. Call `triton_device` first: it says what is missing."""
+    """Call `triton_device` first: it says what is missing."""
     # Not at the top: triton need not be installed where nobody asks for it.
     from engine.kernels.triton.operations import triton_operations
 
     operations = triton_operations(quantization)
-    return TorchRunner(weights, memory, max_model_len=max_model_len, operations=operations, backend="triton")
+    return TritonRunner(weights, memory, max_model_len=max_model_len, operations=operations, backend="triton")

@@ -34,11 +34,12 @@ class ReceivingEnds:
         host: str,
         memory: SharedKvMemory | None = None,
     ) -> None:
-        """`transports` may be `auto`. `memory`: the pool behind `sink`, for transports that hand it out.
+        """`transports` may be `auto`. `memory`: the pool behind `sink`, for transports that write into it; None where
+        it has no address in this process.
 
         Raises `StartupError` for a transport that is unknown or not installed, or an address that is not ours.
         """
-        names = resolve(transports)
+        names = resolve(transports, can_write_into_pool=memory is not None)
         load_transports(names)
         self.gate = ConnectionGate()
         self._host_id = read_host_id()

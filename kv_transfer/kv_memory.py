@@ -7,7 +7,20 @@ from typing import Protocol
 
 from cluster.kv_layout import ORDER, KvLayout
 
-__all__ = ["ORDER", "KvLayout", "KvMemory"]
+__all__ = ["ORDER", "CellWrite", "KvLayout", "KvMemory"]
+
+
+class CellWrite(Protocol):
+    """Cells that are being received: where their bytes go, and what brings them into the pool."""
+
+    @property
+    def runs(self) -> list[memoryview]:
+        """Writable, in the order of a frame's payload."""
+        ...
+
+    def finish(self) -> None:
+        """All bytes are there and right: whatever reads the pool from now on sees them."""
+        ...
 
 
 class KvMemory(Protocol):
@@ -17,9 +30,16 @@ class KvMemory(Protocol):
     num_blocks: int
 
     def run(self, block: int, first_layer: int, num_layers: int) -> memoryview:
-        """The contiguous writable bytes of layers [first_layer, first_layer + num_layers) of one block."""
+        """The contiguous bytes of layers [first_layer, first_layer + num_layers) of one block.
+
+        Writable where the pool is in host memory; else a copy for who reads.
+        """
         ...
 
     def runs(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview]:
         """The same of several blocks, one after the other; where they touch each other they are one run."""
+        ...
+
+    def begin_write(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> CellWrite:
+        """Room for the same cells, to be written by a transport. Nothing reads them before `finish`."""
         ...

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from cluster.identity import BlockRef, TransferId
 from kv_transfer.coverage import CellCoverage, CellRange
 from kv_transfer.frame import root_digest
-from kv_transfer.kv_memory import KvMemory
+from kv_transfer.kv_memory import CellWrite, KvMemory
 from kv_transfer.shapes import HeadRange
 from kv_transfer.transport import FrameHeader
 
@@ -77,6 +77,7 @@ class _Landing:
     is_fenced: bool = False
     pins: int = 0
     on_silent: Callable[[], None] | None = None
+    writes: dict[tuple[int, int], CellWrite] = field(default_factory=dict)  # by (rank, seq): whole cells on their way
     digests: dict[tuple[int, int], bytes] = field(default_factory=dict)  # by (rank, seq): what verified
     num_bad_frames: int = 0
     num_bytes: int = 0
@@ -180,13 +181,17 @@ class LandingTable:
             landing.pins += 1
             first = header.first_block - landing.first_block
             blocks = landing.destination[first : first + header.num_blocks]
-        if heads == self._all_heads:
-            return self._memory.runs([ref.block for ref in blocks], header.first_layer, header.num_layers)
+            if heads == self._all_heads:
+                write = self._memory.begin_write([ref.block for ref in blocks], header.first_layer, header.num_layers)
+                landing.writes[header.src_rank, header.seq] = write
+                return write.runs
         layers = range(header.first_layer, header.first_layer + header.num_layers)
         return [run for ref in blocks for layer in layers for run in self._head_runs(ref, layer, heads)]
 
     def close_frame(self, header: FrameHeader, arrived_digest: bytes | None) -> None:
         """The payload is in place with this digest, or (None) the connection broke in the middle of it."""
+        is_right = arrived_digest is not None and hmac.compare_digest(arrived_digest, header.digest)
+        self._finish_write(header, is_right=is_right)
         on_silent = on_frame = None
         with self._lock:
             landing = self._landings[header.transfer_id, header.epoch]
@@ -202,7 +207,7 @@ class LandingTable:
                 landing.num_bytes += header.num_bytes
                 # The root is over what verified: a frame that was lost or spoilt leaves it on both sides when its
                 # cells are sent again.
-                if hmac.compare_digest(arrived_digest, header.digest):
+                if is_right:
                     landing.digests[header.src_rank, header.seq] = header.digest
                     landing.coverage[self._heads(header)].mark(_cells(header))
                 else:
@@ -212,6 +217,15 @@ class LandingTable:
             on_silent()
         if on_frame is not None:
             on_frame(header.transfer_id, header.epoch)
+
+    def _finish_write(self, header: FrameHeader, *, is_right: bool) -> None:
+        """Brings verified bytes into the pool: outside the lock, as it may copy. The frame's pin holds its blocks."""
+        with self._lock:
+            landing = self._landings[header.transfer_id, header.epoch]
+            write = landing.writes.pop((header.src_rank, header.seq), None)
+            is_wanted = is_right and not landing.is_fenced
+        if write is not None and is_wanted:
+            write.finish()
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """A connection ended. What it left unfinished is in the coverage; whose attempts they were its owner knows."""
@@ -224,7 +238,8 @@ class LandingTable:
         return HeadRange(header.first_head, header.num_heads) if header.num_heads else self._all_heads
 
     def _may_land(self, landing: _Landing, header: FrameHeader, heads: HeadRange) -> bool:
-        """A cell that has verified is never written again: a late duplicate cannot spoil it."""
+        """A cell that has verified is never written again, nor a frame received twice at once: a duplicate spoils
+        nothing."""
         coverage = landing.coverage.get(heads)
         cells = _cells(header)
         num_cells = header.num_layers * header.num_blocks
@@ -234,6 +249,7 @@ class LandingTable:
             and coverage.contains(cells)
             and not coverage.any_covered(cells)
             and (header.src_rank, header.seq) not in landing.digests
+            and (header.src_rank, header.seq) not in landing.writes
         )
 
     def _head_runs(self, ref: BlockRef, layer: int, heads: HeadRange) -> tuple[memoryview, memoryview]:

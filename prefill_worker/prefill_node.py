@@ -129,19 +129,20 @@ class PrefillNode:
         mismatches = compare(self._identity, hello)
         if is_refused(mismatches):
             return make_ack(self._identity, mismatches), None
-        settings = self._context.settings
+        settings, memory = self._context.settings, self._parts.memory
+        pool = memory if memory.is_addressable else None
         try:
             # Blocks for the probe's few milliseconds, or for a dead address's time-out: not on the event loop.
             link = await asyncio.to_thread(
                 connect_best,
                 hello,
-                LinkWishes(settings.transports, settings.min_bandwidth, settings.link_bytes_per_s, self._parts.memory),
+                LinkWishes(settings.transports, settings.min_bandwidth, settings.link_bytes_per_s, pool),
             )
         except KvTransferFailed as error:
             return make_ack(self._identity, mismatches, transport_reason=error.message), None
         self._note_transport(hello, link.sender.name, link.reason)
         agreed = PeerLink(
-            pusher=LayerPusher(link.sender, self._parts.memory, link.costs, gather=self._gather_for(hello)),
+            pusher=LayerPusher(link.sender, memory, link.costs, gather=self._gather_for(hello)),
             transport=link.sender.name,
             reason=link.reason,
             measured_gb_per_s=link.costs.bytes_per_s / GIGABYTE,

@@ -31,15 +31,16 @@ AUTO = "auto"
 AUTO_ORDER = ("shm", "ucx", "nixl", "tcp")
 
 
-def resolve(transports: Sequence[str]) -> tuple[str, ...]:
+def resolve(transports: Sequence[str], *, can_write_into_pool: bool = True) -> tuple[str, ...]:
     """The names that a setting stands for: `auto` is every transport of `AUTO_ORDER` that is installed here.
 
-    Of ucx and nixl, which do not share a process, it is the first.
+    Of ucx and nixl, which do not share a process, it is the first. A pool without an address (a GPU's) leaves out nixl.
     """
     if tuple(transports) != (AUTO,):
         return tuple(transports)
     names = [name for name in AUTO_ORDER if name not in OPTIONAL_TRANSPORTS or OPTIONAL_TRANSPORTS[name].is_installed()]
-    return tuple(name for name in names if name != nixl.NAME or ucx.NAME not in names)
+    has_nixl = can_write_into_pool and ucx.NAME not in names
+    return tuple(name for name in names if name != nixl.NAME or has_nixl)
 
 
 def connect(name: str, address: str, nonce: bytes, throttle_bytes_per_s: int, memory: PoolMemory | None) -> Sender:

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from cluster.errors import EngineFailure, StartupError
 from cluster.kv_layout import KvLayout
 from engine.device_kv_memory import DeviceKvMemory
@@ -53,11 +55,48 @@ def test_zero_and_poison(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
     assert not device.tensor.any()
 
 
-def test_what_only_host_memory_can_do_is_refused(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
-    _, device = pools
-    for attempt in (lambda: device.address, lambda: device.run(0, 0, 1), lambda: device.runs([0], 0, 1)):
-        with pytest.raises(EngineFailure, match="GPU memory"):
-            attempt()
+@pytest.mark.parametrize(("blocks", "first_layer", "num_layers"), [([3], 0, 2), ([4, 0, 1], 1, 1), ([2], 1, 0)])
+def test_cells_are_read_as_the_hosts_and_are_no_place_to_write(
+    pools: tuple[KvMemory, DeviceKvMemory], blocks: list[int], first_layer: int, num_layers: int
+) -> None:
+    host, device = pools
+    runs = device.runs(blocks, first_layer, num_layers)
+    assert b"".join(runs) == b"".join(host.runs(blocks, first_layer, num_layers))
+    assert device.run(blocks[0], first_layer, num_layers) == host.run(blocks[0], first_layer, num_layers)
+    assert all(run.readonly for run in runs)
+
+
+def test_written_cells_are_in_the_pool_once_they_are_finished(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
+    before = pools[1].tensor.clone()
+    payload = bytes(range(128)) * (2 * LAYOUT.cell_bytes // 128)
+    writes = [pool.begin_write([4, 1], 1, 1) for pool in pools]
+    for write in writes:
+        place = 0
+        for run in write.runs:
+            run[:] = payload[place : place + run.nbytes]
+            place += run.nbytes
+        assert place == len(payload)
+    assert torch.equal(before.view(torch.uint8), pools[1].tensor.view(torch.uint8))
+    for write in writes:
+        write.finish()
+    assert_same(*pools)
+
+
+def test_what_is_outside_the_pool_is_refused(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
+    for pool in pools:
+        for blocks, first_layer, num_layers in (([5], 0, 1), ([0, -1], 0, 1), ([0], 1, 2), ([0], -1, 1)):
+            with pytest.raises(IndexError, match="the pool has"):
+                pool.begin_write(blocks, first_layer, num_layers)
+            with pytest.raises(IndexError, match="the pool has"):
+                pool.runs(blocks, first_layer, num_layers)
+
+
+def test_it_has_no_address(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
+    host, device = pools
+    assert host.is_addressable
+    assert not device.is_addressable
+    with pytest.raises(EngineFailure, match="GPU memory"):
+        _ = device.address
     assert device.memfd is None
 
 

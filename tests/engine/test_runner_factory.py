@@ -77,6 +77,7 @@ def test_auto_without_native_falls_back_to_torch_and_says_why(
         ({"backend": "native"}, "not built"),
         ({"quantization": "int8"}, "not built"),
         ({"backend": "triton", "quantization": "gguf"}, "keeps weights as"),
+        ({"backend": "triton", "transports": ("shm", "nixl")}, "nixl writes into the KV pool by its address"),
         ({"quantization": "fp8"}, "needs backend triton"),
         ({"backend": "torch", "quantization": "gguf"}, "needs backend native"),
         ({"dtype": "float16"}, "needs a GPU"),
