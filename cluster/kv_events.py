@@ -32,14 +32,21 @@ EVENT_FIELD = b"event"
 MAX_STREAM_ENTRIES = 4096
 # Beyond it the notes are dropped and a snapshot is sent instead.
 MAX_PENDING_EVENTS = 8192
-MAX_HASHES_PER_EVENT = 65_536
+# A router enters so many in two milliseconds; a larger snapshot comes in parts, and requests are served between them.
+MAX_HASHES_PER_EVENT = 4_096
 FLUSH_INTERVAL_S = 0.05
 ASK_INTERVAL_S = 0.25
 # A stream outlives its worker by this.
 STREAM_TTL_S = 60
 ASK_TTL_S = 10
 READ_INTERVAL_S = 0.1
-READ_BATCH = 512
+# What one command may bring: it must arrive and be parsed within the time of a command, also when every worker has just
+# sent a snapshot (64 KiB an entry). Streams that are short are read many at a time, long ones a few.
+READ_BATCH = 32
+MIN_STREAMS_PER_READ = 4
+# Two milliseconds of entering hashes: then the event loop looks after requests.
+PAUSE_AFTER_BYTES = MAX_HASHES_PER_EVENT * 16
+GROW_BELOW_BYTES, SHRINK_ABOVE_BYTES = 1 << 20, 4 << 20
 
 _START_OF_STREAM = b"0"
 
@@ -187,6 +194,7 @@ class KvEventReader:
         self._on_event = on_event
         self._positions: dict[WorkerId, bytes] = {}
         self._asks: set[WorkerId] = set()
+        self._streams_per_read = MIN_STREAMS_PER_READ
         self._is_lost = False
         self._task: asyncio.Task[None] | None = None
 
@@ -222,6 +230,7 @@ class KvEventReader:
                 more = await self._read()
             except RedisUnavailable:
                 self._is_lost, more = True, False
+                self._streams_per_read = MIN_STREAMS_PER_READ
             await asyncio.sleep(0 if more else READ_INTERVAL_S)
 
     async def _send_asks(self) -> None:
@@ -236,28 +245,58 @@ class KvEventReader:
         self._is_lost = False
 
     async def _read(self) -> bool:
-        """Whether there is more to read at once."""
-        if not self._positions:
+        """One pass over all streams. Whether there is more to read at once."""
+        has_more = False
+        waiting = list(self._positions)
+        while waiting:
+            group, waiting = waiting[: self._streams_per_read], waiting[self._streams_per_read :]
+            has_more |= await self._read_group(group)
+        return has_more
+
+    async def _read_group(self, group: Sequence[WorkerId]) -> bool:
+        """The next entries of some streams. Whether one of them has more."""
+        positions: Any = {
+            STREAM_PREFIX + worker_id.encode(): self._positions[worker_id]
+            for worker_id in group
+            if worker_id in self._positions  # not unwatched meanwhile
+        }
+        if not positions:
             return False
-        positions: Any = {STREAM_PREFIX + worker.encode(): position for worker, position in self._positions.items()}
         answer: Any = await self._redis.run(lambda redis: redis.xread(positions, count=READ_BATCH))
         # RESP3 gives a mapping, RESP2 a list of pairs.
         streams = answer.items() if isinstance(answer, dict) else answer or ()
-        longest = 0
+        longest = num_bytes = 0
         for stream, pages in streams:
             entries = pages[0] if pages and isinstance(pages[0], list) else pages
             longest = max(longest, len(entries))
-            self._hand_on(WorkerId(stream.removeprefix(STREAM_PREFIX).decode()), entries)
+            num_bytes += await self._hand_on(WorkerId(stream.removeprefix(STREAM_PREFIX).decode()), entries)
+        if num_bytes > SHRINK_ABOVE_BYTES:
+            self._streams_per_read = max(MIN_STREAMS_PER_READ, self._streams_per_read // 2)
+        elif num_bytes < GROW_BELOW_BYTES and len(group) == self._streams_per_read:
+            self._streams_per_read *= 2
         return longest >= READ_BATCH
 
-    def _hand_on(self, worker_id: WorkerId, entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> None:
+    async def _hand_on(self, worker_id: WorkerId, entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> int:
+        """One entry after the other; after a long one others have their turn. How many bytes they were."""
+        num_bytes = num_since_pause = 0
+        if worker_id not in self._positions:  # unwatched meanwhile
+            return 0
         for position, fields in entries:
-            if worker_id not in self._positions:  # unwatched meanwhile
-                return
             self._positions[worker_id] = position
+            data = fields.get(EVENT_FIELD, b"")
+            num_bytes += len(data)
+            num_since_pause += len(data)
             try:
-                event = membership_pb2.KvEvent.FromString(fields.get(EVENT_FIELD, b""))
+                event = membership_pb2.KvEvent.FromString(data)
             except DecodeError:
                 _log.warning("a KV event cannot be read", extra={"peer": worker_id})
                 continue
             self._on_event(event)
+            if self._positions.get(worker_id) != position:
+                break  # it asked to read the stream again, for a gap
+            if num_since_pause >= PAUSE_AFTER_BYTES:
+                num_since_pause = 0
+                await asyncio.sleep(0)
+                if self._positions.get(worker_id) != position:
+                    break  # unwatched meanwhile, or another incarnation is watched
+        return num_bytes

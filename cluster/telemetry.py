@@ -64,6 +64,7 @@ class RouterMetrics:
         self.placements = counter("placements", "requests placed", "prefill_worker_id", "decode_worker_id")
         self.fallbacks = counter("fallbacks", "second choices that were taken", "component", "reason")
         self.workers = gauge("workers", "known workers", "role", "state")
+        self.silent_workers = gauge("kv_event_silent_workers", "workers that publish no KV events: caches are guessed")
         self.redis_up = Gauge("tandem_redis_up", "1 while Redis answers", registry=registry)
         self.time_to_first_token = seconds(
             "time_to_first_token", "admission to first token", TIME_TO_FIRST_TOKEN_BOUNDS_S

@@ -28,11 +28,12 @@ def explanation_tables(explanation: Explanation) -> Group:
 
 def _headline(placement: Explanation) -> Text:
     attempt = f", attempt {placement['attempt'] + 1}" if placement["attempt"] else ""
+    because = f" ({placement['no_match_because']})" if placement["no_match_because"] else ""
     prefill = ", ".join(placement["prefill_worker_ids"]) or "nobody (the decode worker prefills)"
     return Text(
         f"\nchoice {placement['choice']}{attempt}: prefill {prefill}, decode {placement['decode_worker_id']} "
         f"by {placement['policy']}: {placement['reason']}; {placement['prompt_tokens']} prompt tokens, "
-        f"{placement['expected_cached_tokens']} expected in the cache"
+        f"{placement['expected_cached_tokens']} expected in the cache{because}"
     )
 
 

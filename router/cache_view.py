@@ -19,6 +19,7 @@ from tandem.v1 import membership_pb2
 
 from cluster.block_hash import HASH_BYTES, HashScope, hash_blocks
 from cluster.identity import BlockHash, Incarnation, WorkerId
+from cluster.telemetry import RouterMetrics
 from router.kv_event_log import (
     Apply,
     AskRange,
@@ -68,9 +69,7 @@ class CacheMatch:
 
     tokens: Mapping[WorkerId, int]  # of the prompt, by worker; absent: none
     longest: BlockHash | None  # the last block of the longest prefix that anybody holds
-
-
-NO_MATCH = CacheMatch({}, None)
+    no_match_because: str = ""  # where nobody holds anything: why, as far as the router can tell
 
 
 @dataclass(slots=True)
@@ -148,13 +147,29 @@ class CacheView:
         """What each worker is believed to hold of this prompt; the last token is always computed."""
         matched = self._index.match(hashes, self._clock())
         if not matched:
-            return NO_MATCH
+            return CacheMatch({}, None, self._cause_of_no_match(hashes, block_tokens, num_tokens))
         most = max(0, num_tokens - 1)
         tokens = {
             worker_id: int(min(blocks * block_tokens, most) * self._confidence(worker_id))
             for worker_id, blocks in matched.items()
         }
         return CacheMatch(tokens, hashes[max(matched.values()) - 1])
+
+    def _cause_of_no_match(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> str:
+        """What an operator who wonders about it should look at first."""
+        if not block_tokens:
+            return "no worker is known: nobody has said how long a block is"
+        if not hashes:
+            return f"its {num_tokens} tokens do not fill a block of {block_tokens}"
+        if not self._index.status().entries:
+            return "no worker has told of a cached block yet: are its KV events published and read?"
+        return "no worker holds its first block"
+
+    def watch_silence(self, series: RouterMetrics, model: str) -> None:
+        """The gauge of workers that publish no KV events; counted when somebody asks for it."""
+        series.silent_workers.labels(model).set_function(
+            lambda: sum(belief.is_silent for belief in self._beliefs.values())
+        )
 
     def chosen(self, worker_id: WorkerId, hashes: Sequence[BlockHash]) -> None:
         """The worker will hold these blocks soon: siblings that come before its events follow it."""

@@ -7,6 +7,7 @@ A worker that does not answer in time is listed with what the router knows of it
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import Any
 
@@ -19,13 +20,16 @@ from cluster.identity import WorkerId
 from cluster.rpc import open_channel
 from cluster.rpc_errors import from_rpc_error
 from cluster.rpc_security import RpcSecurity
+from cluster.telemetry import RouterMetrics
 from router.cache_view import CacheView
 from router.generation_service import GenerationService
 from router.slow_start import share_of
 from router.worker_registry import WorkerRegistry
-from router.worker_state import WorkerState
+from router.worker_state import Role, WorkerState
 
 STATUS_TIMEOUT_S = 2.0
+KNOWN_STATES = ("ready", "starting", "draining", "unreachable")
+SILENT = "silent"  # did not answer just now
 
 
 class UnknownWorker(ClientError):
@@ -114,7 +118,7 @@ class ClusterStatus:
             "worker_id": state.worker_id,
             "incarnation": state.incarnation,
             "role": state.role.value,
-            "state": _state_of(state, is_answering),
+            "state": _state_of(state) if is_answering else SILENT,
             "circuit": state.circuit.position.value,
             "share": share_of(state.joined_s, time.monotonic()),
             **fields,
@@ -143,9 +147,19 @@ def as_json(message: Message) -> dict[str, Any]:
     return fields
 
 
-def _state_of(state: WorkerState, is_answering: bool) -> str:
-    if not is_answering:
-        return "silent"
+def watch_workers(series: RouterMetrics, registry: WorkerRegistry, model: str) -> None:
+    """The gauge of known workers; they are counted when somebody asks for it."""
+
+    def count(role: Role, name: str) -> int:
+        return sum(state.role is role and _state_of(state) == name for state, _ in registry.workers)
+
+    for role in Role:
+        for name in KNOWN_STATES:
+            series.workers.labels(model, role.value, name).set_function(functools.partial(count, role, name))
+
+
+def _state_of(state: WorkerState) -> str:
+    """As far as the router knows it without asking."""
     if state.load.draining:
         return "draining"
     if not state.is_ready:

@@ -30,6 +30,7 @@ class _Decision:
     attempt: int
     placement: Placement
     num_prompt_tokens: int
+    no_match_because: str
     outcome: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,7 +50,10 @@ class DecisionLog:
 
     def placed(self, sequence: Sequence, placement: Placement) -> None:
         decisions = self._requests.setdefault(_request_id(sequence), [])
-        decisions.append(_Decision(sequence.spec.index, sequence.fence, placement, len(sequence.spec.token_ids)))
+        spec = sequence.spec
+        decisions.append(
+            _Decision(spec.index, sequence.fence, placement, len(spec.token_ids), sequence.no_match_because)
+        )
         while len(self._requests) > self._max_requests:
             self._requests.popitem(last=False)
 
@@ -102,6 +106,7 @@ def _explained(decision: _Decision) -> dict[str, Any]:
         "decode_worker_id": placement.decode.worker_id,
         "prefill_worker_ids": [worker.worker_id for worker in placement.prefill],
         "expected_cached_tokens": placement.expected_cached_tokens,
+        "no_match_because": decision.no_match_because,
         "expected_prefill_ms": round(placement.expected_prefill_ms, 3),
         "candidates": _ranked(placement.candidates),
         "outcome": decision.outcome,

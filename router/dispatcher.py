@@ -34,7 +34,7 @@ from cluster.errors import (
 )
 from router import circuit
 from router.bookings import Booking
-from router.cache_view import NO_MATCH, CacheMatch, CacheView
+from router.cache_view import CacheMatch, CacheView
 from router.placement import ClusterSnapshot, Placement, PlacementPolicy, RequestView
 from router.retry_budget import RetryBudget
 from router.sequence import Sequence, SequenceSpec, SequenceState
@@ -188,6 +188,7 @@ class Dispatcher:
         except TandemError:
             booking.release()
             raise
+        sequence.no_match_because = match.no_match_because
         sequence.placed(placement, session, booking)
         if self.cache_view is not None and spec.block_hashes:
             for worker in (placement.decode, *placement.prefill[:1]):
@@ -231,8 +232,8 @@ class Dispatcher:
             _log.warning("a worker keeps failing and is not asked for a while", extra={"peer": worker.worker_id})
 
     def _match(self, spec: SequenceSpec, num_tokens: int) -> CacheMatch:
-        if self.cache_view is None or not spec.block_hashes:
-            return NO_MATCH
+        if self.cache_view is None:
+            return CacheMatch({}, None, f"the policy {self.policy.name} does not look at caches")
         return self.cache_view.match(spec.block_hashes, self._registry.block_tokens, num_tokens)
 
     def _submission(self, sequence: Sequence, placement: Placement, now_s: float) -> worker_pb2.SubmitRequest:

@@ -34,6 +34,8 @@ def error_headers(error: TandemError) -> list[tuple[bytes, bytes]]:
         headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
     if isinstance(error, ClientError) and not isinstance(error, RateLimited):
         headers.append((b"x-should-retry", b"false"))
+    if error.stage.isidentifier():  # where it failed: route, prefill, transfer, decode
+        headers.append((b"x-tandem-stage", error.stage.encode("ascii", "replace")))
     if error.http_status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers

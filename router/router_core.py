@@ -19,7 +19,7 @@ from cluster.tracing import Tracing, open_tracing
 from router.admission import Admission, AdmissionSettings
 from router.asgi_types import AsgiApp
 from router.cache_view import CacheView
-from router.cluster_status import ClusterStatus
+from router.cluster_status import ClusterStatus, watch_workers
 from router.decision_log import DecisionLog
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService, ServingPolicy
@@ -98,6 +98,7 @@ def build_core(
         router_id=settings.router_id, incarnation=new_incarnation(), protocol_version=PROTOCOL_VERSION
     )
     registry = WorkerRegistry(hello, security, allows_local_prefill=settings.prefill_fallback == "allow")
+    watch_workers(series, registry, limits.model_name)
     encoder = PromptEncoder(tokenizer, template)
     decisions = DecisionLog()
     choice = choose_policy(
@@ -107,6 +108,7 @@ def build_core(
     if choice.uses_cache:
         cache_view = CacheView(PrefixIndex(), time.monotonic)
         registry.on_workers(cache_view.worker_joined, cache_view.worker_left)
+        cache_view.watch_silence(series, limits.model_name)
     dispatcher = Dispatcher(registry, choice.policy, (metrics, decisions), cache_view, choice.timing)
     admission = Admission(
         registry,

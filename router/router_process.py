@@ -68,6 +68,7 @@ class RouterProcess:
         self._http = HttpServer(self._core.http_app, self._socket, DRAIN_TIMEOUT_S)
         self._redis = RedisClient(settings.redis_url, settings.redis_password_file)
         self._view = MembershipView(self._redis, self._core.registry.on_membership_change)
+        self._core.series.redis_up.set_function(lambda: self._view.is_redis_healthy)
 
     async def run(self) -> None:
         """Until SIGTERM or SIGINT; a second one does not wait for streams."""

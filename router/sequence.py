@@ -92,6 +92,7 @@ class Sequence:
     booking: Booking | None = None
     has_started: bool = False  # a first token has come
     placement: Placement | None = None  # the last one
+    no_match_because: str = ""  # why that one counts on no cached token anywhere; empty: somebody holds some
 
     @property
     def submission_id(self) -> str:

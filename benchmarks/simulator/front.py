@@ -15,7 +15,7 @@ from cluster.block_hash import HashScope, hash_blocks
 from cluster.errors import ServerOverloaded
 from cluster.identity import BlockHash, Incarnation, WorkerId
 from router.bookings import Booking
-from router.cache_view import NO_MATCH, CacheView
+from router.cache_view import CacheView
 from router.load_policies import prefill_queue_ms
 from router.placement import ClusterSnapshot, Placement, RequestView
 from router.policies import choose_policy
@@ -87,7 +87,7 @@ class Front:
     ) -> tuple[Placement, Booking]:
         """Raises `NoWorkersAvailable`, and `ServerOverloaded` for a first token that would come too late."""
         now_s, num_tokens = self._events.now_s, len(token_ids)
-        match = self.view.match(hashes, self._scope.block_tokens, num_tokens) if hashes else NO_MATCH
+        match = self.view.match(hashes, self._scope.block_tokens, num_tokens)
         request = RequestView(num_tokens, max_tokens, hashes, match.tokens, match.longest, excluded)
         placement = self._policy.place(request, self.snapshot, now_s)
         if self._refuse_above_ms:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -191,3 +192,85 @@ async def test_s_b43_stream_is_bounded_and_expires(redis_server: RedisServer, mo
         # Redis trims by whole nodes of 100 entries.
         assert await client.run(lambda redis: redis.xlen(stream)) <= 500
         assert 0 < await client.run(lambda redis: redis.ttl(stream)) <= kv_events.STREAM_TTL_S
+
+
+async def test_rt15_s_b67_a_router_that_comes_late_reads_large_caches_in_turns_with_its_requests(
+    redis_server: RedisServer,
+) -> None:
+    """Two million blocks kept a router from serving for a minute: between two parts everybody else has a turn."""
+    names = [WorkerId(f"prefill-{number}") for number in range(7)]
+    num_blocks = 8 * kv_events.MAX_HASHES_PER_EVENT
+    for name in names:
+        publisher = KvEventPublisher(
+            redis_server.client(), common_pb2.WorkerIdentity(worker_id=name, incarnation=new_incarnation())
+        )
+        publisher.stored(None, [block_hash(number) for number in range(num_blocks)])
+        await publisher._flush()
+    entered: Counter[str] = Counter()
+    most_between_turns, since_turn = 0, 0
+
+    def enter(event: membership_pb2.KvEvent) -> None:
+        nonlocal most_between_turns, since_turn
+        num_hashes = len(event.block_hashes) // 16
+        entered[event.worker_id] += num_hashes
+        since_turn += num_hashes
+        most_between_turns = max(most_between_turns, since_turn)
+
+    reader = KvEventReader(redis_server.client(), enter)
+    for name in names:
+        reader.watch(name)
+    reader.start()
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while sum(entered.values()) < len(names) * num_blocks and time.monotonic() < deadline_s:
+        since_turn = 0
+        await asyncio.sleep(0)
+    await reader.stop()
+    assert entered == dict.fromkeys(names, num_blocks)
+    assert most_between_turns <= 2 * kv_events.MAX_HASHES_PER_EVENT
+
+
+async def test_rt15_how_much_is_read_at_once_follows_how_much_there_is(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def publish(number: int, num_hashes: int) -> None:
+        identity = common_pb2.WorkerIdentity(worker_id=f"w-{number}", incarnation=new_incarnation())
+        publisher = KvEventPublisher(redis_server.client(), identity)
+        publisher.stored(None, [block_hash(value) for value in range(num_hashes)])
+        await publisher._flush()
+
+    reader = KvEventReader(redis_server.client(), lambda _: None)
+    for number in range(64):
+        reader.watch(WorkerId(f"w-{number}"))
+        await publish(number, 10)
+    for _ in range(8):
+        await reader._read()
+    assert reader._streams_per_read >= 64  # short streams: one command for all of them
+    monkeypatch.setattr(kv_events, "SHRINK_ABOVE_BYTES", 1000)
+    for number in range(64):
+        await publish(number, 1000)
+    before = reader._streams_per_read
+    await reader._read()
+    assert kv_events.MIN_STREAMS_PER_READ <= reader._streams_per_read < before
+
+
+async def test_f40_a_gap_in_the_middle_of_what_was_read_is_read_again(redis_server: RedisServer) -> None:
+    """What stands behind the gap in the same answer must not move the reader past it."""
+    seen: list[int] = []
+
+    def on_event(event: membership_pb2.KvEvent) -> None:
+        seen.append(event.seq)
+        if event.seq == 2 and seen.count(2) == 1:
+            reader.read_again(A)
+
+    reader = KvEventReader(redis_server.client(), on_event)
+    reader.watch(A)
+    publisher = KvEventPublisher(
+        redis_server.client(), common_pb2.WorkerIdentity(worker_id=A, incarnation=new_incarnation())
+    )
+    await publisher._flush()  # the empty snapshot of a new process: seq 0
+    for number in range(3):
+        publisher.stored(None, [block_hash(number)])
+    await publisher._flush()
+    await reader._read()
+    await reader._read()
+    assert seen == [0, 1, 2, 0, 1, 2, 3]

@@ -29,7 +29,7 @@ async def test_f12_command_to_a_silent_server_ends_in_half_a_second(redis_server
     assert time.monotonic() - started < COMMAND_TIMEOUT_S + 0.2
 
 
-async def test_f14_cancelled_command_never_answers_the_next_caller(redis_server: RedisServer) -> None:
+async def test_f14_s_b44_cancelled_command_never_answers_the_next_caller(redis_server: RedisServer) -> None:
     client = redis_server.client()
     await client.run(lambda redis: redis.mset({"tandem:a": "A", "tandem:b": "B"}))
     for delay_steps in range(40):
@@ -41,7 +41,7 @@ async def test_f14_cancelled_command_never_answers_the_next_caller(redis_server:
         assert await client.run(lambda redis: redis.get("tandem:b")) == b"B"
 
 
-async def test_f14_timed_out_command_never_answers_the_next_caller(redis_server: RedisServer) -> None:
+async def test_f14_s_b44_timed_out_command_never_answers_the_next_caller(redis_server: RedisServer) -> None:
     client = redis_server.client()
     await client.run(lambda redis: redis.mset({"tandem:a": "A", "tandem:b": "B"}))
     redis_server.suspend()

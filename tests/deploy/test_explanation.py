@@ -15,7 +15,7 @@ EXPLANATION: dict[str, Any] = {
         {
             "choice": 0, "attempt": 1, "policy": "cache_aware", "reason": "lowest total", "is_fallback": False,
             "prompt_tokens": 200, "decode_worker_id": "decode-1", "prefill_worker_ids": ["prefill-0"],
-            "expected_cached_tokens": 64, "expected_prefill_ms": 8.0,
+            "expected_cached_tokens": 64, "no_match_because": "", "expected_prefill_ms": 8.0,
             "candidates": {
                 "prefill": [
                     {"worker_id": "prefill-0", "total_ms": 9.5, "terms_ms": {"queue": 1.5, "prefill": 8.0}},

@@ -39,7 +39,9 @@ def test_a_note_about_a_head_that_is_gone_is_none(base: Path) -> None:
     assert not (base / "ray-head.json").exists()
 
 
-def test_token_authentication_is_on_whatever_the_environment_says(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s_b13_token_authentication_is_on_whatever_the_environment_says(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(base / "none"))
     ray_cluster._authenticate(None)

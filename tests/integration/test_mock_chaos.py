@@ -7,17 +7,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
 import psutil
 import pytest
+from tandem.v1 import inference_pb2, inference_pb2_grpc
 
 from tests.integration.conftest import RunningCluster
 from tests.integration.grpc_client import generate_tokens
@@ -34,8 +36,10 @@ BACK_TIMEOUT_S = 30.0
 class Load:
     """Streams one after the other on each of `NUM_STREAMS` threads, until the block ends."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, prompt_tokens: int = PROMPT_TOKENS, num_tokens: int = NUM_TOKENS) -> None:
         self._address = address
+        self._half = prompt_tokens // 2
+        self._num_tokens = num_tokens
         self._is_over = threading.Event()
         self.num_done = 0
         self._pool = ThreadPoolExecutor(NUM_STREAMS)
@@ -62,10 +66,10 @@ class Load:
         while not self._is_over.is_set():
             number += 1
             # Half of a prompt is shared by everybody, so that caches and routing by prefix take part.
-            prompt = [3 * token % VOCAB_SIZE for token in range(PROMPT_TOKENS // 2)]
-            prompt += [(7919 * thread + 104_729 * number + token) % VOCAB_SIZE for token in range(PROMPT_TOKENS // 2)]
-            tokens, _ = generate_tokens(self._address, prompt, NUM_TOKENS)
-            assert tokens == expected_tokens(prompt, NUM_TOKENS)
+            prompt = [3 * token % VOCAB_SIZE for token in range(self._half)]
+            prompt += [(7919 * thread + 104_729 * number + token) % VOCAB_SIZE for token in range(self._half)]
+            tokens, _ = generate_tokens(self._address, prompt, self._num_tokens)
+            assert tokens == expected_tokens(prompt, self._num_tokens)
             self.num_done += 1
 
 
@@ -98,9 +102,16 @@ def test_f03_sigkill_of_a_decode_worker_under_load_loses_no_token(cluster: Runni
         _signal(cluster, "decode-1", signal.SIGKILL)
 
 
-def test_f01_f02_sigkill_of_a_prefill_worker_under_load_loses_no_request(cluster: RunningCluster) -> None:
-    with under_load(cluster):
+def test_f01_f02_rt65_s_b56_sigkill_of_a_prefill_worker_under_load_loses_no_request_and_touches_no_decode_worker(
+    cluster: RunningCluster,
+) -> None:
+    before = _decode_workers(cluster.status())
+    with under_load(cluster) as load:
         _signal(cluster, "prefill-0", signal.SIGKILL)
+        load.wait_for(2)
+        with urllib.request.urlopen(f"{cluster.url}/readyz", timeout=5) as ready:  # noqa: S310
+            assert ready.status == 200
+        assert _decode_workers(cluster.status()) == before
 
 
 def test_f04_a_decode_worker_that_stands_still_for_two_seconds_sends_no_token_twice(cluster: RunningCluster) -> None:
@@ -124,7 +135,7 @@ def test_f06_a_prefill_worker_that_stands_still_is_left_for_another(cluster: Run
             os.kill(pid, signal.SIGCONT)
 
 
-def test_f10_redis_killed_under_load_fails_nobody_and_prefixes_are_found_again(cluster: RunningCluster) -> None:
+def test_f10_s_b66_redis_killed_under_load_fails_nobody_and_prefixes_are_found_again(cluster: RunningCluster) -> None:
     with under_load(cluster) as load:
         _child(cluster, "valkey-server").kill()
         load.wait_for(4 * NUM_STREAMS)
@@ -133,16 +144,16 @@ def test_f10_redis_killed_under_load_fails_nobody_and_prefixes_are_found_again(c
     assert generate_tokens(cluster.grpc_address, prompt, 2)[1].usage.cached_tokens >= 192
 
 
-def test_f20_workers_that_drain_one_after_the_other_under_load_fail_nobody(cluster: RunningCluster) -> None:
+def test_f20_s_b54_s_b55_workers_that_drain_one_after_the_other_under_load_fail_nobody(cluster: RunningCluster) -> None:
     with under_load(cluster) as load:
-        for worker_id in ("prefill-0", "decode-0", "decode-1"):
+        for worker_id in ("prefill-0", "decode-0"):
             before = _worker(cluster.status(), worker_id)["incarnation"]
             _signal(cluster, worker_id, signal.SIGTERM)
             cluster.wait_for(_is_another(worker_id, before), BACK_TIMEOUT_S, f"{worker_id} drained and came back")
             load.wait_for(2)
 
 
-def test_f15_a_killed_router_breaks_its_streams_visibly_and_the_next_one_serves(cluster: RunningCluster) -> None:
+def test_f15_s_b66_a_killed_router_breaks_its_streams_visibly_and_the_next_one_serves(cluster: RunningCluster) -> None:
     prompt = list(range(PROMPT_TOKENS))
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         streams = [pool.submit(generate_tokens, cluster.grpc_address, prompt, 4000) for _ in range(NUM_STREAMS)]
@@ -156,6 +167,32 @@ def test_f15_a_killed_router_breaks_its_streams_visibly_and_the_next_one_serves(
         assert time.monotonic() < deadline, "the next router does not serve"
         time.sleep(0.1)
     cluster.wait_for(_is_whole, 10, "workers let go of what nobody reads")
+
+
+def test_rt56_s_b49_s_b50_clients_that_leave_at_any_moment_leave_no_block_behind(cluster: RunningCluster) -> None:
+    """Queued, in prefill (48 ms), as it ends, in transfer, at the first token, in the middle: `whole_again` counts."""
+    moments_s = [0.0, 0.005, 0.02, 0.043, 0.048, 0.053, 0.06, 0.08, 0.12, 0.25]
+
+    def leave(number: int) -> None:
+        prompt = [(31 * number + token) % VOCAB_SIZE for token in range(PROMPT_TOKENS)]
+        ends_s = moments_s[number % len(moments_s)]
+        if number % 2:
+            _leave_http(cluster.url, prompt, ends_s)
+        else:
+            _leave_grpc(cluster.grpc_address, prompt, ends_s)
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        list(pool.map(leave, range(12 * len(moments_s))))
+    with under_load(cluster):
+        pass  # what comes next is served, and right
+
+
+def test_s_b52_hundreds_of_answers_later_they_are_still_right(cluster: RunningCluster) -> None:
+    load = Load(cluster.grpc_address, prompt_tokens=48, num_tokens=3)
+    try:
+        load.wait_for(300)
+    finally:
+        load.close()
 
 
 def test_rt63_prefixes_are_still_followed_when_one_of_the_workers_is_dead(cluster: RunningCluster) -> None:
@@ -172,6 +209,38 @@ def test_rt63_prefixes_are_still_followed_when_one_of_the_workers_is_dead(cluste
 def _worker(status: dict[str, Any], worker_id: str) -> dict[str, Any]:
     worker: dict[str, Any] = next(worker for worker in status["workers"] if worker["worker_id"] == worker_id)
     return worker
+
+
+def _decode_workers(status: dict[str, Any]) -> dict[str, str]:
+    """Those that are ready, with their incarnations."""
+    workers = [worker for worker in status["workers"] if worker["role"] == "decode" and worker["state"] == "ready"]
+    return {worker["worker_id"]: worker["incarnation"] for worker in workers}
+
+
+def _leave_grpc(address: str, prompt: list[int], after_s: float) -> None:
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=NUM_TOKENS)
+    with grpc.insecure_channel(address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=BACK_TIMEOUT_S)
+        leaving = threading.Timer(after_s, call.cancel)
+        leaving.start()
+        with suppress(grpc.RpcError):
+            _ = list(call)
+        leaving.join()
+
+
+def _leave_http(url: str, prompt: list[int], after_s: float) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    fields = {"model": "SmolLM2-135M-Instruct", "prompt": prompt, "max_tokens": NUM_TOKENS, "stream": True}
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port)), timeout=BACK_TIMEOUT_S) as connection:
+        connection.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        ends_s = time.monotonic() + after_s
+        while (left_s := ends_s - time.monotonic()) > 0:
+            connection.settimeout(left_s)
+            with suppress(TimeoutError):
+                if not connection.recv(65536):
+                    return
 
 
 def _signal(cluster: RunningCluster, worker_id: str, number: signal.Signals) -> int:

@@ -149,7 +149,7 @@ def test_when_no_worker_is_left_the_prompt_is_computed_here_or_fails_with_the_la
     assert side.machine.is_over
 
 
-def test_kv4_a_silent_worker_after_reserve_costs_no_block() -> None:
+def test_kv4_s_b47_a_silent_worker_after_reserve_costs_no_block() -> None:
     side = Side().receive()
     side.tell(on.RequestCancelled())
     assert kinds(side.tell(on.FenceClosed(side.ref))) == ["ReleaseBlocks"]
@@ -205,7 +205,7 @@ def test_kv11_cancelling_again_or_after_the_end_changes_nothing() -> None:
     assert side.machine == ended
 
 
-def test_kv14_kv44_an_abort_between_verified_and_scheduled_gives_every_block_back() -> None:
+def test_kv14_kv44_s_b49_an_abort_between_verified_and_scheduled_gives_every_block_back() -> None:
     side = Side().verify()
     assert kinds(side.tell(on.RequestCancelled())) == ["ReleaseBlocks"]
     assert side.machine.is_over
@@ -226,7 +226,7 @@ def test_kv35_an_abort_before_any_block_was_taken_only_leaves_the_queue() -> Non
     assert late == [on.ReleaseBlocks(blocks(0, 3))]
 
 
-def test_kv49_events_of_an_older_epoch_change_nothing() -> None:
+def test_kv49_s_b47_events_of_an_older_epoch_change_nothing() -> None:
     side = Side().request()
     old = side.ref
     side.tell(on.Rejected(old, ServerOverloaded("full")), on.FenceClosed(old), on.PeerReady(PEERS[1], FENCED))

@@ -69,7 +69,7 @@ def transport(request: pytest.FixtureRequest) -> Iterator[str]:
     wait_until(lambda: left_over() == before, f"{left_over()} is {before} again")
 
 
-def test_f01_f31_a_sender_killed_in_the_middle_of_a_frame_leaves_nothing_and_the_next_one_is_served(
+def test_f01_f31_s_b74_a_sender_killed_in_the_middle_of_a_frame_leaves_nothing_and_the_next_one_is_served(
     transport: str, tmp_path: Path
 ) -> None:
     gone: list[str] = []
@@ -120,7 +120,7 @@ def test_f31_a_receiver_killed_in_the_middle_of_a_frame_is_a_typed_failure_at_on
     memory.close()
 
 
-def test_f06_late_frames_of_a_sender_that_was_stopped_are_counted_as_stale_and_write_nothing(
+def test_f06_s_b45_late_frames_of_a_sender_that_was_stopped_are_counted_as_stale_and_write_nothing(
     transport: str, tmp_path: Path
 ) -> None:
     memory = KvMemory(LAYOUT, NUM_BLOCKS, shareable=True)

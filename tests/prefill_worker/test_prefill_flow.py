@@ -246,7 +246,7 @@ async def test_cancel_before_it_runs_never_posts(desk: Desk) -> None:
     assert desk.sender.headers == []
 
 
-async def test_kv59_kv60_blocks_stay_pinned_until_no_push_reads_them(desk: Desk) -> None:
+async def test_kv59_kv60_s_b53_blocks_stay_pinned_until_no_push_reads_them(desk: Desk) -> None:
     desk.sender.gate.clear()
     desk.start()
     desk.engine.run()

@@ -107,7 +107,7 @@ async def start_router(socket_directory: Path) -> AsyncIterator[StartRouter]:
     running: list[RunningRouter] = []
 
     async def start(*, keys: ApiKeys | None = None, **settings: object) -> RunningRouter:
-        router = await _start(socket_directory, keys, settings)
+        router = await started(socket_directory, keys, **settings)
         running.append(router)
         return router
 
@@ -131,7 +131,8 @@ async def http(router: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def _start(directory: Path, keys: ApiKeys | None, values: dict[str, object]) -> RunningRouter:
+async def started(directory: Path, keys: ApiKeys | None = None, **values: object) -> RunningRouter:
+    """A router without workers, whose sockets are in this folder; the caller stops it."""
     tokenizer = byte_tokenizer()
     settings = RouterSettings.model_validate({"model": "unused", "runtime_dir": directory, **values})
     limits = ServingLimits(

@@ -10,8 +10,12 @@ from tandem.v1 import membership_pb2
 from cluster.block_hash import HashScope, hash_blocks
 from cluster.identity import BlockHash, WorkerId
 from router.cache_view import RESYNC_AFTER_REQUESTS, SILENT_AFTER_S, UNSEEN_HITS_ALERT, CacheView, prompt_hashes
+from router.placement import ClusterSnapshot, RequestView
+from router.policies import choose_policy
 from router.prefix_index import PrefixIndex
-from tests.router.conftest import MODEL, StartRouter
+from router.worker_state import Role
+from tests.router.conftest import MODEL, RunningRouter, StartRouter
+from tests.router.placement_simulation import worker as simulated_worker
 from tests.router.scripted_worker import ScriptedWorker
 
 SCOPE = HashScope(b"scope", "model", 16)
@@ -88,6 +92,58 @@ def test_rt16_a_worker_that_was_sent_nothing_is_not_silent() -> None:
     clock.now_s = 10 * SILENT_AFTER_S
     view.tick()
     assert view.status()["workers"][W]["is_silent"] is False  # type: ignore[index]
+
+
+@pytest.mark.parametrize("role", ["aggregated", "decode"])
+async def test_s_b67_rt64_a_worker_without_events_is_a_gauge_and_an_error(role: str, start_router: StartRouter) -> None:
+    """Also a decode worker: without its events no prompt would ever be prefilled where it is decoded."""
+    router = await start_router()
+    worker = await router.add_worker(router.new_worker("silent", role))
+    view = router.core.cache_view
+    assert view is not None
+
+    async def silent_workers() -> str:
+        async with httpx.AsyncClient(base_url=router.url) as http:
+            body = {"model": MODEL, "prompt": list(range(200)), "max_tokens": 1}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            metrics = (await http.get("/metrics")).text
+        return next(line for line in metrics.splitlines() if line.startswith("tandem_kv_event_silent_workers"))
+
+    assert (await silent_workers()).endswith(" 0.0")
+    clock = view._clock
+    view._clock = lambda: clock() + SILENT_AFTER_S
+    view.tick()
+    assert (await silent_workers()).endswith(" 1.0")
+    assert view.match(_hashes_of(router, worker), 16, 200).tokens == {"silent": 192}
+
+
+def test_rt64_a_decode_workers_own_prefix_is_used_where_it_tells_of_it() -> None:
+    view, _, _ = _view()
+    decode = WorkerId("decode-0")
+    view.worker_joined(decode)
+    policy = choose_policy("cache_aware", 1).policy
+    snapshot = ClusterSnapshot([simulated_worker(W, Role.PREFILL)], [simulated_worker(decode, Role.DECODE)])
+    tokens = list(range(1024))
+    hashes = prompt_hashes(tokens, SCOPE)
+
+    def is_local() -> bool:
+        match = view.match(hashes, 16, len(tokens))
+        return policy.place(RequestView(len(tokens), 8, hashes, match.tokens, match.longest), snapshot, 0.0).is_local
+
+    assert not is_local()
+    event = _event(1, hashes)
+    event.worker_id = decode
+    view.on_event(event)
+    assert is_local()
+
+
+def test_s_b60_an_index_that_is_wrong_costs_one_prediction_and_is_believed_less() -> None:
+    """The worker itself finds nothing: a miss there, which the router learns from."""
+    view, _, _ = _view()
+    view.on_event(_event(1, HASHES))
+    before = _cached(view)
+    view.observed(W, before, 0)
+    assert _cached(view) < before
 
 
 def test_rt17_hits_that_nobody_predicted_are_an_alert(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,6 +285,13 @@ async def test_the_live_router_sends_a_prompt_where_its_prefix_is(start_router: 
     assert status["policy"] == "cache_aware"
     assert status["prefix_index"]["entries"] == 12
     assert set(status["prefix_index"]["workers"]) == {"both-a", "both-b", "both-c"}
+
+
+def _hashes_of(router: RunningRouter, worker: ScriptedWorker) -> list[BlockHash]:
+    submit = worker.submits[0]
+    scope = router.core.registry.hash_scope(submit.scope.scope_key)
+    assert scope is not None
+    return prompt_hashes(list(submit.token_ids), scope)
 
 
 def _event_of(worker: ScriptedWorker, home: ScriptedWorker) -> membership_pb2.KvEvent:

@@ -110,6 +110,7 @@ def test_f08_without_workers_and_redis_it_lives_is_not_ready_and_ends_on_sigterm
                 break
         assert _get(port, "/livez").startswith("HTTP/1.1 200")
         assert _get(port, "/readyz").startswith("HTTP/1.1 503")
+        assert "\ntandem_redis_up 0.0\n" in _get(port, "/metrics")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
     finally:

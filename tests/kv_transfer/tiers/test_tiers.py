@@ -119,7 +119,7 @@ class TestDisk:
         assert read(tier, 1) is None
         assert read(disk(tmp_path), 1) is None
 
-    def test_kv69_a_file_removed_behind_the_index_is_a_miss(self, tmp_path: Path) -> None:
+    def test_kv69_s_b60_a_file_removed_behind_the_index_is_a_miss(self, tmp_path: Path) -> None:
         tier = disk(tmp_path)
         tier.put(key(1), block(1))
         (path,) = tmp_path.rglob("*.kv")
@@ -178,7 +178,7 @@ class TestStack:
         assert [read(stack, number) == content(number) for number in range(6)] == [True] * 6
         stack.close()
 
-    def test_kv34_a_block_that_goes_between_lookup_and_load_is_a_shorter_hit(self, tmp_path: Path) -> None:
+    def test_kv34_s_b60_a_block_that_goes_between_lookup_and_load_is_a_shorter_hit(self, tmp_path: Path) -> None:
         stack = TierStack(2 * BLOCK_BYTES, BLOCK_BYTES, disk(tmp_path))
         hashes = [key(number) for number in range(4)]
         for number in range(4):
