@@ -164,6 +164,7 @@ class _Session(worker_pb2_grpc.DecodeWorkerServicer):
     def __init__(self, worker: ScriptedWorker) -> None:
         self._worker = worker
         self._one_writer = asyncio.Lock()
+        self._writes: set[asyncio.Task[None]] = set()
 
     async def Session(  # type: ignore[override]
         self, messages: AsyncIterator[worker_pb2.RouterMessage], context: Any
@@ -189,15 +190,14 @@ class _Session(worker_pb2_grpc.DecodeWorkerServicer):
         finally:
             for task in tasks.values():
                 task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks.values(), *self._writes, return_exceptions=True)
 
     async def _run(self, submit: worker_pb2.SubmitRequest, context: Any) -> None:
         worker = self._worker
         failure = worker.refuse(submit) if worker.refuse is not None else None
         if failure is not None:
             failed = worker_pb2.RequestFailed(request_id=submit.request_id, fence=submit.fence, failure=failure)
-            async with self._one_writer:
-                await context.write(worker_pb2.DecodeMessage(failed=failed))
+            await self._write(context, worker_pb2.DecodeMessage(failed=failed))
             return
         num_sent = 0
         for step in worker.steps(submit):
@@ -212,11 +212,23 @@ class _Session(worker_pb2_grpc.DecodeWorkerServicer):
                 events=[] if step.event is None else [step.event],
                 load=worker.load(),
             )
-            async with self._one_writer:
-                await context.write(worker_pb2.DecodeMessage(step=columns))
+            await self._write(context, worker_pb2.DecodeMessage(step=columns))
             num_sent += len(step.token_ids)
             worker.num_tokens_sent += len(step.token_ids)
             worker.changed.set()
+
+
+    async def _write(self, context: Any, message: worker_pb2.DecodeMessage) -> None:
+        """Whole even when the request is cancelled meanwhile: a write that is cut off takes the next one with it."""
+
+        async def in_turn() -> None:
+            async with self._one_writer:
+                await context.write(message)
+
+        writing = asyncio.create_task(in_turn())
+        self._writes.add(writing)
+        writing.add_done_callback(self._writes.discard)
+        await asyncio.shield(writing)
 
 
 class _Admin(worker_pb2_grpc.WorkerAdminServicer):
