@@ -217,7 +217,6 @@ class _Session(worker_pb2_grpc.DecodeWorkerServicer):
             worker.num_tokens_sent += len(step.token_ids)
             worker.changed.set()
 
-
     async def _write(self, context: Any, message: worker_pb2.DecodeMessage) -> None:
         """Whole even when the request is cancelled meanwhile: a write that is cut off takes the next one with it."""
 
