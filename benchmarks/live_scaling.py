@@ -242,9 +242,8 @@ def _with_a_tick(journals: Path) -> Path | None:
 
 def _changes(ticks: list[TickEntry]) -> list[str]:
     decided = [(pool, getattr(tick.decision, pool.value)) for tick in ticks for pool in Pool]
-    return [
-        f"{pool.value} {one.action.value} {one.change:+d}" for pool, one in decided if one.action is not Action.HOLD
-    ]
+    acted = [(pool, one) for pool, one in decided if one.action is not Action.HOLD]
+    return [f"{pool.value} {one.action.value} {one.change:+d} of {one.current}: {one.reason}" for pool, one in acted]
 
 
 def _slowest_start(run: Run) -> float:

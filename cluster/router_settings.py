@@ -66,6 +66,9 @@ class RouterSettings(RouterLimits):
     tls_authority_file: Path | None = Field(default=None, description="PEM; needed where gRPC leaves the machine")
     tls_certificate_file: Path | None = Field(default=None, description="PEM; this process, signed by the authority")
     tls_key_file: Path | None = Field(default=None, description="PEM; the certificate's key")
+    tls_server_name: str = Field(
+        default="", description="what peers' certificates name, for one that all share; empty: their address"
+    )
     api_keys_file: Path | None = Field(default=None, description="API keys, a line each: name and SHA-256")
     block_tokens: int = Field(default=16, ge=1, le=256)
     max_model_len: int = Field(default=0, ge=0, description="0: the model's own")

@@ -81,7 +81,9 @@ def open_channel(target: str, security: RpcSecurity) -> grpc.aio.Channel:
     if security.tls is None:
         channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
     else:
-        channel = grpc.aio.secure_channel(target, security.tls.channel_credentials(), options=_CHANNEL_OPTIONS)
+        name = security.tls.server_name
+        options = [*_CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
+        channel = grpc.aio.secure_channel(target, security.tls.channel_credentials(), options=options)
     return _TokenChannel(channel, security.token)
 
 

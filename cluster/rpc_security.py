@@ -30,6 +30,8 @@ class TlsFiles:
     authority: Path
     certificate: Path
     key: Path
+    # What peers' certificates must name instead of the address they are dialled at; empty: the address.
+    server_name: str = ""
 
     def server_credentials(self) -> grpc.ServerCredentials:
         pair = (_read(self.key), _read(self.certificate))
@@ -50,6 +52,8 @@ class SecuritySettings(Protocol):
     def tls_certificate_file(self) -> Path | None: ...
     @property
     def tls_key_file(self) -> Path | None: ...
+    @property
+    def tls_server_name(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,11 @@ class RpcSecurity:
         given = [file for file in files if file is not None]
         if given and len(given) < len(files):
             raise StartupError("TLS needs --tls-authority-file, --tls-certificate-file and --tls-key-file together")
-        return cls(read_secret(settings.cluster_token_file, "cluster token"), TlsFiles(*given) if given else None)
+        token = read_secret(settings.cluster_token_file, "cluster token")
+        if not given:
+            return cls(token)
+        authority, certificate, key = given
+        return cls(token, TlsFiles(authority, certificate, key, settings.tls_server_name))
 
 
 def write_secret(path: Path, secret: str) -> None:

@@ -19,15 +19,13 @@ DEFAULT_MOCK_PREFILL_MS = (8.0, 0.1, 1e-6)
 DEFAULT_MOCK_DECODE_MS = (12.0, 0.15, 1e-5)
 
 
-class WorkerSettings(BaseModel):
-    """Frozen settings of one worker process. Each field is one flag."""
+class EngineSettings(BaseModel):
+    """What an operator decides for all workers of a cluster: the same in its file and on a worker's command."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    worker_id: str = Field(description="stable name of this worker")
-    role: Literal["prefill", "decode", "aggregated"] = "decode"
     engine: Literal["real", "mock"] = Field(
-        default="real", description="mock: time from a timing model instead of computing, everything else real"
+        default="real", description="mock: no model runs, time comes from a timing model; all else is real"
     )
     mock_prefill_ms: tuple[float, float, float] = Field(
         default=DEFAULT_MOCK_PREFILL_MS,
@@ -37,13 +35,56 @@ class WorkerSettings(BaseModel):
         default=DEFAULT_MOCK_DECODE_MS,
         description="alpha, beta, gamma of alpha + beta B + gamma K: B sequences, K tokens",
     )
-    model: str = Field(description="path of a GGUF file or safetensors directory")
-    served_model_name: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     backend: Literal["auto", "torch", "native", "triton"] = "auto"
     quantization: Literal["none", "int8", "int4", "fp8", "gguf"] = Field(
         default="none", description="weights: `gguf` keeps the file's own 4-bit or 8-bit blocks; fp8 needs a GPU"
     )
+    speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = Field(
+        default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
+    )
+    draft_model: str = Field(default="", description="the model that guesses, for speculation `draft`")
+    num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
+    verification: Literal["match", "rejection"] = Field(
+        default="match",
+        description="`match`: tokens equal those without speculation; `rejection`: in law, for speculation `draft`",
+    )
+    transports: tuple[str, ...] = Field(
+        default=("shm", "tcp"),
+        min_length=1,
+        description="how KV travels, in order of preference, or `auto`: the fastest that is measured",
+    )
+    min_bandwidth: float = Field(
+        default=0.0, ge=0, description="bytes/s: a KV link that measures less is refused; 0: any is taken"
+    )
+    block_tokens: int = Field(default=16, ge=1, le=256, description="tokens of one KV block")
+    max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
+    seed: int = 0
+    heartbeat_s: float = Field(default=1.0, gt=0, le=10)
+    drain_timeout_s: float = Field(default=60.0, gt=0, description="for running requests to end at a stop")
+    link_bytes_per_s: int = Field(default=0, ge=0, description="throttles KV transfers, for tests; 0: off")
+
+
+class PoolSettings(BaseModel):
+    """What an operator decides for each pool: the same in the cluster's file and on a worker's command."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_threads: int = Field(default=1, ge=1, description="compute threads of each")
+    max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
+    max_sequences: int = Field(default=64, ge=1, description="sequences in one engine step")
+    max_waiting: int = Field(default=256, ge=1, description="bound of the waiting queue")
+    kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory, at most 1 GiB")
+    num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
+
+
+class WorkerSettings(EngineSettings, PoolSettings):
+    """Frozen settings of one worker process. Each field is one flag."""
+
+    worker_id: str = Field(description="stable name of this worker")
+    role: Literal["prefill", "decode", "aggregated"] = "decode"
+    model: str = Field(description="path of a GGUF file or safetensors directory")
+    served_model_name: str = ""
     listen: str = Field(description="gRPC target: unix:/path or 127.0.0.1:port (port 0: any)")
     runtime_dir: Path = Field(description="private directory (0700) for sockets of this cluster")
     redis_url: str = ""
@@ -52,42 +93,17 @@ class WorkerSettings(BaseModel):
     tls_authority_file: Path | None = Field(default=None, description="PEM; needed where gRPC leaves the machine")
     tls_certificate_file: Path | None = Field(default=None, description="PEM; this process, signed by the authority")
     tls_key_file: Path | None = Field(default=None, description="PEM; the certificate's key")
+    tls_server_name: str = Field(
+        default="", description="what peers' certificates name, for one that all share; empty: their address"
+    )
     kv_host: str = Field(
         default="127.0.0.1", description="address that KV frames arrive at; off the machine they are not encrypted"
     )
-    transports: tuple[str, ...] = Field(
-        default=("shm", "tcp"), description="in order of preference, or `auto`: the fastest that is measured"
-    )
-    min_bandwidth: float = Field(
-        default=0.0, ge=0, description="bytes/s: a KV link that measures less is refused; 0: any is taken"
-    )
-    block_tokens: int = Field(default=16, ge=1, le=256)
-    kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory, at most 1 GiB")
-    num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
     swap_bytes: int = Field(
         default=256 * 2**20, ge=0, description="host memory for the KV of preempted requests, at most; 0: they restart"
     )
-    max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
-    max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
-    max_sequences: int = Field(default=64, ge=1, description="sequences in one engine step")
-    max_waiting: int = Field(default=256, ge=1, description="bound of the waiting queue")
-    speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = Field(
-        default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
-    )
-    draft_model: str = Field(default="", description="path of the model that guesses, for speculation `draft`")
-    num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
-    verification: Literal["match", "rejection"] = Field(
-        default="match",
-        description="`match`: tokens equal those without speculation; `rejection`: in law, for speculation `draft`",
-    )
-    num_threads: int = Field(default=1, ge=1, description="compute threads")
-    seed: int = 0
     metrics_port: int = Field(default=0, description="0: served on the gRPC admin only")
-    heartbeat_s: float = Field(default=1.0, gt=0)
-    drain_timeout_s: float = Field(default=60.0, gt=0)
     parent_pid: int = Field(default=0, description="exit when this process is gone; 0: never")
-    # Fault injection for tests: delays each transport frame, to make an artificially slow link.
-    link_bytes_per_s: int = Field(default=0, ge=0, description="0: as fast as it goes; else a throttle for tests")
 
 
 def parse_arguments(program: str, arguments: Sequence[str]) -> WorkerSettings:

@@ -19,6 +19,7 @@ from deploy.commands.on_ray import down, up
 from deploy.commands.options import EXIT_CANNOT_START, EXIT_FAILED, EXIT_INTERRUPTED
 from deploy.commands.scaling import policy_app, scaler_app
 from deploy.commands.serving import generate, serve
+from deploy.commands.shared_secrets import secrets_app
 
 app = typer.Typer(
     name="tandem",
@@ -33,7 +34,13 @@ app = typer.Typer(
 )
 for command in (serve, up, down, generate, status, explain):
     app.command()(command)
-for name, group in (("model", model_app), ("key", key_app), ("scaler", scaler_app), ("policy", policy_app)):
+for name, group in (
+    ("model", model_app),
+    ("key", key_app),
+    ("secrets", secrets_app),
+    ("scaler", scaler_app),
+    ("policy", policy_app),
+):
     app.add_typer(group, name=name)
 
 

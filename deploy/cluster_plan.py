@@ -20,9 +20,11 @@ from cluster.process_guard import thread_environment
 from cluster.router_settings import RouterLimits, RouterSettings
 from cluster.rpc_security import RpcSecurity, is_loopback, new_secret, write_secret
 from cluster.settings_flags import settings_to_arguments
-from cluster.worker_settings import WorkerSettings
+from cluster.worker_settings import EngineSettings, PoolSettings, WorkerSettings
+from deploy.cluster_secrets import ClusterSecrets
 from deploy.config import ClusterConfig, PoolConfig
 from deploy.launcher import python_command
+from deploy.node_addresses import ADDRESS, HOST, MODEL, RUNTIME_DIR, NodeAddresses
 from deploy.probes import pools_probe, redis_probe, router_probe, worker_probe
 from deploy.process_spec import Probe, ProcessSpec, Stage
 
@@ -75,15 +77,20 @@ class _Shared:
     redis_url: str
     redis_password_file: Path | None
     security: RpcSecurity
+    nodes: NodeAddresses | None = None  # None: all workers are on this machine
 
 
-def plan_cluster(config: ClusterConfig, model: Path, runtime_dir: Path) -> ClusterPlan:
-    """Raises `StartupError` for a busy port, and for an open address without API keys."""
+def plan_cluster(
+    config: ClusterConfig, model: Path, runtime_dir: Path, nodes: NodeAddresses | None = None
+) -> ClusterPlan:
+    """`nodes`: the workers run on machines of their own, under `ray.secrets_dir`; None: all is on this machine.
+
+    Raises `StartupError` for a busy port, an open address without API keys, and secrets that are not as they must be.
+    """
     require_keys_on_open_address(config)
-    token, token_file = new_secret(), runtime_dir / "cluster.token"
-    write_secret(token_file, token)
-    redis_url, password_file, redis = _redis(config, runtime_dir)
-    shared = _Shared(config, model, runtime_dir, token_file, redis_url, password_file, RpcSecurity(token))
+    shared, redis = (
+        _on_one_machine(config, model, runtime_dir) if nodes is None else _on_nodes(config, model, runtime_dir, nodes)
+    )
     workers = tuple(_workers(shared))
     settings = _router_settings(shared)
     host = _host_in_url(settings.http_host)
@@ -91,13 +98,37 @@ def plan_cluster(config: ClusterConfig, model: Path, runtime_dir: Path) -> Clust
     return ClusterPlan(
         processes=(*redis, *workers, *_routers(shared, settings, url)),
         make_worker=lambda role, worker_id: _worker(shared, role, dict(_pools(config))[role], worker_id),
-        redis=RedisAddress(redis_url, password_file),
+        redis=RedisAddress(shared.redis_url, shared.redis_password_file),
         is_complete=pools_probe(url, {role: pool.workers for role, pool in _pools(config) if pool.workers}),
         url=url,
         grpc_address=f"{host}:{settings.grpc_port}" if settings.grpc_port else "",
         model_name=settings.served_model_name,
         summary=" + ".join(f"{pool.workers} {role}" for role, pool in _pools(config) if pool.workers),
     )
+
+
+def _on_one_machine(config: ClusterConfig, model: Path, runtime_dir: Path) -> tuple[_Shared, tuple[ProcessSpec, ...]]:
+    """Unix sockets, a token of this run, and Redis' process when the server is ours."""
+    token, token_file = new_secret(), runtime_dir / "cluster.token"
+    write_secret(token_file, token)
+    redis_url, password_file, redis = _redis(config, runtime_dir)
+    return _Shared(config, model, runtime_dir, token_file, redis_url, password_file, RpcSecurity(token)), redis
+
+
+def _on_nodes(
+    config: ClusterConfig, model: Path, runtime_dir: Path, nodes: NodeAddresses
+) -> tuple[_Shared, tuple[ProcessSpec, ...]]:
+    """Mutual TLS by the secrets that lie on every node, and a Redis that every node reaches."""
+    if config.ray.secrets_dir is None:
+        raise StartupError("workers on several machines need ray.secrets_dir: `tandem secrets create DIR` makes it")
+    if not config.redis.url or urlsplit(config.redis.url).scheme == "unix":
+        raise StartupError("workers on several machines need a Redis that all of them reach: set redis.url")
+    if urlsplit(config.redis.url).password is not None or config.redis.password_file is not None:
+        raise StartupError("with ray.secrets_dir the password of redis.url is that directory's redis.password")
+    secrets = ClusterSecrets(config.ray.secrets_dir)
+    security = secrets.security()
+    files = (secrets.token_file, config.redis.url, secrets.redis_password_file)
+    return _Shared(config, model, runtime_dir, *files, security, nodes), ()
 
 
 def require_keys_on_open_address(config: ClusterConfig) -> None:
@@ -148,53 +179,53 @@ def _workers(shared: _Shared) -> Iterator[ProcessSpec]:
 
 def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> ProcessSpec:
     config = shared.config
-    target = f"unix:{shared.runtime_dir / worker_id}.sock"
+    place, probe = _place(shared, worker_id)
     settings = WorkerSettings(
+        **config.model_dump(include=set(EngineSettings.model_fields)),
+        **pool.model_dump(include=set(PoolSettings.model_fields)),
+        **place,
+        **_tls(shared),
         worker_id=worker_id,
         role=role,
-        engine=config.engine,
-        mock_prefill_ms=config.mock_prefill_ms,
-        mock_decode_ms=config.mock_decode_ms,
-        model=str(shared.model),
         served_model_name=config.router.served_model_name or served_name(shared.model),
-        dtype=config.dtype,
-        backend=config.backend,
-        quantization=config.quantization,
-        speculation=config.speculation,
-        draft_model=config.draft_model,
-        num_drafts=config.num_drafts,
-        verification=config.verification,
-        listen=target,
-        runtime_dir=shared.runtime_dir,
         redis_url=shared.redis_url,
         redis_password_file=shared.redis_password_file,
         cluster_token_file=shared.token_file,
-        transports=config.transports,
-        min_bandwidth=config.min_bandwidth,
-        block_tokens=config.block_tokens,
-        kv_cache_bytes=pool.kv_cache_bytes,
-        num_kv_blocks=pool.num_kv_blocks,
-        max_model_len=config.max_model_len,
-        max_batch_tokens=pool.max_batch_tokens,
-        max_sequences=pool.max_sequences,
-        max_waiting=pool.max_waiting,
-        num_threads=pool.num_threads,
-        seed=config.seed,
         metrics_port=_metrics_port(config, role, worker_id),
-        heartbeat_s=config.heartbeat_s,
-        drain_timeout_s=config.drain_timeout_s,
-        link_bytes_per_s=config.link_bytes_per_s,
     )
     return ProcessSpec(
         name=worker_id,
         stage=Stage.WORKER,
         command=python_command(_MODULE_BY_ROLE[role], *settings_to_arguments(settings)),
-        probe=worker_probe(target, shared.security),
+        probe=probe,
         environment=thread_environment(pool.num_threads),
         start_timeout_s=config.start_timeout_s,
         stop_timeout_s=config.drain_timeout_s + ROUTER_EXTRA_STOP_S,
         needed_as="" if role == "prefill" else "decode",
     )
+
+
+def _place(shared: _Shared, worker_id: str) -> tuple[dict[str, Any], Probe]:
+    """Where the worker listens and keeps its files, and how it is asked: known now, or filled in by its node."""
+    nodes = shared.nodes
+    if nodes is not None:
+        place = {"listen": ADDRESS, "kv_host": HOST, "runtime_dir": Path(RUNTIME_DIR), "model": MODEL}
+        return place, worker_probe(lambda: nodes.target(worker_id), shared.security)
+    target = f"unix:{shared.runtime_dir / worker_id}.sock"
+    place = {"listen": target, "runtime_dir": shared.runtime_dir, "model": str(shared.model)}
+    return place, worker_probe(lambda: target, shared.security)
+
+
+def _tls(shared: _Shared) -> dict[str, Any]:
+    tls = shared.security.tls
+    if tls is None:
+        return {}
+    return {
+        "tls_authority_file": tls.authority,
+        "tls_certificate_file": tls.certificate,
+        "tls_key_file": tls.key,
+        "tls_server_name": tls.server_name,
+    }
 
 
 def _metrics_port(config: ClusterConfig, role: Role, worker_id: str) -> int:
@@ -214,6 +245,7 @@ def _router_settings(shared: _Shared) -> RouterSettings:
     return RouterSettings(
         **priors,
         **router.model_dump(include=set(RouterLimits.model_fields)),
+        **_tls(shared),
         model=str(shared.model),
         served_model_name=router.served_model_name or served_name(shared.model),
         http_host=router.host,

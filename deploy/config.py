@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cluster.errors import StartupError, shown
 from cluster.model_files import DEFAULT_MODEL
 from cluster.router_settings import RouterLimits
-from cluster.worker_settings import DEFAULT_MOCK_DECODE_MS, DEFAULT_MOCK_PREFILL_MS
+from cluster.worker_settings import EngineSettings, PoolSettings
 from deploy.yaml_settings import YamlSettingsError, load_yaml_settings
 
 DEFAULT_CLUSTER_FILE = Path(__file__).parent / "clusters" / "laptop.yaml"
@@ -27,16 +27,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PoolConfig(Section):
+class PoolConfig(PoolSettings, Section):
     """Workers of one role."""
 
     workers: int = Field(default=1, ge=0, le=MAX_POOL_WORKERS, description="processes")
-    num_threads: int = Field(default=1, ge=1, description="compute threads of each")
-    max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
-    max_sequences: int = Field(default=64, ge=1, description="sequences in one engine step")
-    max_waiting: int = Field(default=256, ge=1, description="bound of the waiting queue")
-    kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory")
-    num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
 
 
 class RouterConfig(RouterLimits, Section):
@@ -70,49 +64,21 @@ class RayConfig(Section):
     prefill_resources: dict[str, float] = Field(default_factory=dict, description="of each prefill worker")
     decode_resources: dict[str, float] = Field(default_factory=dict, description="of each decode worker")
     aggregated_resources: dict[str, float] = Field(default_factory=dict, description="of each aggregated worker")
+    secrets_dir: Path | None = Field(
+        default=None,
+        description="the same path on every node, from `tandem secrets create`: nodes may be several machines; needs "
+        "redis.url",
+    )
 
 
-class ClusterConfig(Section):
+class ClusterConfig(EngineSettings, Section):
     """One cluster."""
 
     model: str = Field(default=DEFAULT_MODEL, min_length=1, description="a name, a GGUF file, a safetensors directory")
-    engine: Literal["real", "mock"] = Field(
-        default="real", description="mock: no model runs, time comes from a timing model; all else is real"
-    )
-    mock_prefill_ms: tuple[float, float, float] = Field(
-        default=DEFAULT_MOCK_PREFILL_MS,
-        description="c0, c1, c2 of c0 + c1 u + c2 u (c + u/2): u uncached, c cached tokens",
-    )
-    mock_decode_ms: tuple[float, float, float] = Field(
-        default=DEFAULT_MOCK_DECODE_MS,
-        description="alpha, beta, gamma of alpha + beta B + gamma K: B sequences, K tokens",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    backend: Literal["auto", "torch", "native", "triton"] = "auto"
-    quantization: Literal["none", "int8", "int4", "fp8", "gguf"] = "none"
-    speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = "off"
-    draft_model: str = Field(default="", description="the model that guesses, for speculation `draft`")
-    num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
-    verification: Literal["match", "rejection"] = Field(
-        default="match",
-        description="`match`: tokens equal those without speculation; `rejection`: in law, for speculation `draft`",
-    )
-    transports: tuple[str, ...] = Field(
-        default=("shm", "tcp"),
-        min_length=1,
-        description="in order of preference, or auto: the fastest that is measured",
-    )
-    min_bandwidth: float = Field(default=0.0, ge=0, description="bytes/s below which a KV link is refused; 0: off")
-    block_tokens: int = Field(default=16, ge=1, le=256, description="tokens of one KV block")
-    max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
-    seed: int = 0
-    heartbeat_s: float = Field(default=1.0, gt=0, le=10)
     start_timeout_s: float = Field(default=120.0, gt=0, description="for one process to become ready")
-    drain_timeout_s: float = Field(default=60.0, gt=0, description="for running requests to end at a stop")
     worker_metrics_port: int = Field(
         default=0, ge=0, le=65_000, description="prefill-N serves /metrics at it + N, decode-N 100 above; 0: off"
     )
-    link_bytes_per_s: int = Field(default=0, ge=0, description="throttles KV transfers, for tests; 0: off")
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     aggregated: PoolConfig = PoolConfig(workers=0)

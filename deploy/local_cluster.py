@@ -21,6 +21,7 @@ from deploy.autoscaled_pools import AutoscaledPools
 from deploy.cluster_plan import ClusterPlan, plan_cluster
 from deploy.config import ClusterConfig
 from deploy.launcher import Launcher, LocalLauncher
+from deploy.node_addresses import NodeAddresses
 from deploy.runtime_dir import RuntimeDirectory, default_base
 from deploy.supervised_process import SupervisedProcess
 from deploy.supervisor import Supervisor
@@ -61,10 +62,12 @@ async def run_cluster(
     while_serving: Callable[[ClusterPlan], Awaitable[None]],
     make_launcher: MakeLauncher = _on_this_machine,
     signals: StopSignals | None = None,
+    nodes: NodeAddresses | None = None,
 ) -> None:
     """Starts the cluster, runs `while_serving` to its end or until a signal, stops everything, removes every trace.
 
     `signals`: what stops it; None: this process's SIGTERM and SIGINT, which takes the main thread.
+    `nodes`: the launcher puts workers on machines of their own; None: all of it is on this one.
     Raises `StartupError` when it cannot start, `ClusterFailed` when it cannot go on; the logs are kept for both.
     """
     model = resolve_model(config.model)
@@ -75,7 +78,7 @@ async def run_cluster(
         signals.install()
     directory = RuntimeDirectory.create(default_base())
     try:
-        plan = plan_cluster(config, model, directory.path)
+        plan = plan_cluster(config, model, directory.path, nodes)
         pools = AutoscaledPools.of(config, plan, directory.path.name)
         display.planned(plan)
         supervisor = Supervisor(plan.processes, make_launcher(directory.logs, plan), display.changed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import grpc.aio
@@ -33,12 +33,15 @@ def redis_probe(url: str, password_file: Path | None) -> Probe:
     return probe
 
 
-def worker_probe(target: str, security: RpcSecurity) -> Probe:
-    """Ready when it reports its status and takes requests: the model is loaded and it does not drain."""
-    socket = Path(target.removeprefix("unix:")) if target.startswith("unix:") else None
+def worker_probe(find_target: Callable[[], str | None], security: RpcSecurity) -> Probe:
+    """Ready when it reports its status and takes requests: the model is loaded and it does not drain.
+
+    `find_target`: where it listens by now; None while nobody knows.
+    """
 
     async def probe() -> bool:
-        if socket is not None and not socket.exists():
+        target = find_target()
+        if target is None or not _may_listen(target):
             return False
         # A channel of its own: one that failed before would wait before it connects again.
         async with open_channel(target, security) as channel:
@@ -50,6 +53,11 @@ def worker_probe(target: str, security: RpcSecurity) -> Probe:
         return not status.load.draining
 
     return probe
+
+
+def _may_listen(target: str) -> bool:
+    """A Unix socket that is not there yet need not be dialled."""
+    return not target.startswith("unix:") or Path(target.removeprefix("unix:")).exists()
 
 
 def router_probe(url: str) -> Probe:

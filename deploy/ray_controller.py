@@ -19,6 +19,7 @@ from deploy.cluster_plan import ClusterPlan
 from deploy.config import ClusterConfig
 from deploy.launcher import Launcher
 from deploy.local_cluster import run_cluster
+from deploy.node_addresses import NodeAddresses
 from deploy.process_spec import Stage
 from deploy.ray_launcher import RayLauncher
 from deploy.supervised_process import SupervisedProcess
@@ -31,6 +32,7 @@ class ClusterController:
 
     def __init__(self, config_json: str) -> None:
         self._config = ClusterConfig.model_validate_json(config_json)
+        self._nodes = None if self._config.ray.secrets_dir is None else NodeAddresses()
         self._loop = asyncio.new_event_loop()
         self._signals: StopSignals | None = None
         self._ready: Future[ClusterPlan] = Future()
@@ -79,11 +81,11 @@ class ClusterController:
 
     async def _serve(self) -> None:
         self._signals = StopSignals()
-        await run_cluster(self._config, self, _for_ever, self._new_launcher, self._signals)
+        await run_cluster(self._config, self, _for_ever, self._new_launcher, self._signals, self._nodes)
 
     def _new_launcher(self, logs: Path, plan: ClusterPlan) -> Launcher:
         workers = [spec for spec in plan.processes if spec.stage is Stage.WORKER]
-        self._launcher = RayLauncher(logs, self._config.ray, workers)
+        self._launcher = RayLauncher(logs, self._config.ray, workers, self._config.model, self._nodes)
         return self._launcher
 
     # --- `ClusterDisplay` ---------------------------------------------------------------------------------------------

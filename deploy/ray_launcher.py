@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.errors import StartupError
 from deploy.config import RayConfig
 from deploy.launcher import LaunchedProcess, LocalLauncher
+from deploy.node_addresses import NodeAddresses
 from deploy.process_spec import ProcessSpec, Stage
 from deploy.ray_process_host import ProcessHost
 
@@ -35,10 +36,22 @@ _log = logging.getLogger(__name__)
 class RayLauncher:
     """Owned by the controller. `close` gives the reserved places back."""
 
-    def __init__(self, log_directory: Path, config: RayConfig, workers: Sequence[ProcessSpec]) -> None:
-        """`workers`: the first ones; their places are reserved together."""
+    def __init__(
+        self,
+        log_directory: Path,
+        config: RayConfig,
+        workers: Sequence[ProcessSpec],
+        model: str = "",
+        nodes: NodeAddresses | None = None,
+    ) -> None:
+        """`workers`: the first ones; their places are reserved together.
+
+        `nodes`: told where each worker listens when the nodes are machines of their own, which find `model` themselves.
+        """
         self._logs = log_directory
         self._config = config
+        self._model = model
+        self._nodes = nodes
         self._local = LocalLauncher(log_directory)
         self._places = {spec.name: index for index, spec in enumerate(workers)}
         self._group: PlacementGroup | None = None
@@ -53,8 +66,7 @@ class RayLauncher:
         host = _actor_class().options(**self._options(spec.name)).remote()
         try:
             async with asyncio.timeout(spec.start_timeout_s):
-                environment = json.dumps(dict(spec.environment))
-                pid = await host.start.remote(spec.name, list(spec.command), environment, str(self._logs))
+                pid = await self._start(host, spec)
         except TimeoutError:
             _end(host)
             raise StartupError(
@@ -69,6 +81,14 @@ class RayLauncher:
             _end(host)
             raise
         return _RayProcess(host, pid)
+
+    async def _start(self, host: Any, spec: ProcessSpec) -> int:
+        command, environment = list(spec.command), json.dumps(dict(spec.environment))
+        if self._nodes is None:
+            return int(await host.start.remote(spec.name, command, environment, str(self._logs)))
+        pid, target = await host.start_on_node.remote(spec.name, command, environment, self._model)
+        self._nodes.assign(spec.name, target)
+        return int(pid)
 
     def close(self) -> None:
         if self._group is not None:

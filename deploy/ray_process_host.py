@@ -13,9 +13,14 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import ray
+
 from cluster.errors import StartupError
+from cluster.model_files import check_model, resolve_model
 from deploy.launcher import LaunchedProcess, LocalLauncher
+from deploy.node_addresses import command_on_node, free_target
 from deploy.process_spec import ProcessSpec, Stage
+from deploy.runtime_dir import RuntimeDirectory, default_base
 
 LAST_LINES = 20
 # What the actor's own environment says to Ray is nothing to its child.
@@ -31,6 +36,7 @@ class ProcessHost:
         for name in [name for name in os.environ if name.startswith(RAY_PREFIX)]:
             del os.environ[name]
         self._process: LaunchedProcess | None = None
+        self._directory: RuntimeDirectory | None = None
         self._closed = threading.Event()
         self._watch = threading.Thread(target=self._die_with_raylet, args=(os.getppid(),), name="raylet-watch")
         self._watch.daemon = True  # Ray ends its workers with os._exit, or kills them: nobody calls `close` there
@@ -41,18 +47,30 @@ class ProcessHost:
         logs = Path(log_directory)
         if not os.access(logs, os.W_OK):
             raise StartupError(
-                f"{os.uname().nodename} has no {logs}: the nodes of this cluster must share one machine; on "
-                "several, start the workers by hand (docs/several_hosts.md)"
+                f"{os.uname().nodename} has no {logs}: without ray.secrets_dir the nodes of this cluster must share "
+                "one machine (docs/several_hosts.md)"
             )
-        spec = ProcessSpec(name, Stage.WORKER, tuple(command), _never_asked, json.loads(environment))
-        self._process = await LocalLauncher(logs).launch(spec)
-        return self._process.pid
+        return await self._launch(name, command, environment, logs)
+
+    async def start_on_node(self, name: str, command: Sequence[str], environment: str, model: str) -> tuple[int, str]:
+        """The child's pid and where it listens: on this node's address, with a directory and a model file of its own.
+
+        Raises `StartupError` when the model is not on this node, or its directory cannot be made.
+        """
+        file = resolve_model(model)
+        check_model(file)
+        self._directory = await asyncio.to_thread(RuntimeDirectory.create, default_base())
+        target = free_target(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        filled = command_on_node(command, target, self._directory.path, file)
+        return await self._launch(name, filled, environment, self._directory.logs), target
 
     async def wait(self) -> tuple[int, list[str]]:
         """Exit status and the end of the log, once the child has ended."""
         process = self._started()
         status = await process.wait()
-        return status, process.last_lines(LAST_LINES)
+        lines = process.last_lines(LAST_LINES)
+        self._remove_directory()
+        return status, lines
 
     async def terminate(self) -> None:
         self._started().terminate()
@@ -63,6 +81,7 @@ class ProcessHost:
             self._process.kill()
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await self._process.wait()
+        self._remove_directory()
         self._closed.set()
         await asyncio.to_thread(self._watch.join, KILL_TIMEOUT_S)
 
@@ -73,7 +92,19 @@ class ProcessHost:
                 return
         if self._process is not None:
             self._process.kill()
+        self._remove_directory()
         os._exit(1)
+
+    async def _launch(self, name: str, command: Sequence[str], environment: str, logs: Path) -> int:
+        spec = ProcessSpec(name, Stage.WORKER, tuple(command), _never_asked, json.loads(environment))
+        self._process = await LocalLauncher(logs).launch(spec)
+        return self._process.pid
+
+    def _remove_directory(self) -> None:
+        """The node's own one, where there is one; what a killed actor leaves goes with the next start on its node."""
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.remove()
 
     def _started(self) -> LaunchedProcess:
         if self._process is None:

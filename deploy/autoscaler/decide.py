@@ -25,8 +25,7 @@ from deploy.autoscaler.forecast import Forecast, ForecastState, forecast, observ
 from deploy.autoscaler.policy import Policy, PoolBounds
 from deploy.autoscaler.signals import Pool, Snapshot, TtftStage
 
-# Start-up times after growing in which distress asks for one replica more than the model at most: what was started must
-# first work off what gathered before it came, and until then each tick looks as bad as the one before.
+# Start-up times that what was started may take to work off what gathered before it came.
 SETTLE_HORIZONS = 2
 
 
@@ -133,7 +132,7 @@ def wish(pool: Pool, snapshot: Snapshot, last_up_s: float, policy: Policy, model
         # Measured distress outranks the model: one more than serve now. A replica that is starting already answers it,
         # and the measure stays bad until it does, so counting from the whole pool would overshoot.
         with_pressure = len(snapshot.pool(pool).ready) + 1
-        if snapshot.now_s - last_up_s < SETTLE_HORIZONS * policy.forecast.horizon_s:
+        if _is_being_answered(pool, snapshot, last_up_s, policy, model):
             with_pressure = min(with_pressure, max(replicas + 1, snapshot.pool(pool).count(snapshot.now_s)))
         if with_pressure > replicas:
             replicas, reason = with_pressure, pressure
@@ -221,6 +220,24 @@ def _pressure(pool: Pool, snapshot: Snapshot, policy: Policy) -> str:
     largest = max(stages, key=lambda stage: stages[stage])
     grows = {TtftStage.PREFILL_QUEUE: Pool.PREFILL, TtftStage.DECODE_WAIT: Pool.DECODE}.get(largest)
     return f"TTFT p90 is above the SLO, most of it {largest.value}" if grows is pool else ""
+
+
+def _is_being_answered(pool: Pool, snapshot: Snapshot, last_up_s: float, policy: Policy, model: CapacityModel) -> bool:
+    """Whether distress may be what gathered before the pool grew: then it asks for one more than the model at most.
+
+    The pool grew lately, or what waits for prefill is worked off soon with what there is. Until then, and as long as
+    those who waited are in the percentiles, each tick looks as bad as the one before.
+    """
+    settle_s = SETTLE_HORIZONS * policy.forecast.horizon_s
+    if snapshot.now_s - last_up_s < settle_s:
+        return True
+    if pool is Pool.DECODE:
+        return False
+    demand, signals = snapshot.demand, snapshot.prefill
+    service_s = model.prefill_ms(demand.uncached_tokens_per_request, demand.cached_tokens_per_request) / 1000
+    backlog_s = sum(worker.queue_ms for worker in signals.ready) / 1000 + demand.queued_requests * service_s
+    spare = signals.count(snapshot.now_s) - demand.requests_per_s * service_s
+    return spare > 0 and backlog_s / spare < settle_s
 
 
 def _alerts(snapshot: Snapshot, policy: Policy, model: CapacityModel) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from cluster import router_settings, worker_settings
 from cluster.errors import StartupError
 from cluster.rpc_security import read_secret
 from deploy.cluster_plan import claim_port, plan_cluster
-from deploy.config import ClusterConfig, PoolConfig, RedisConfig, RouterConfig
+from deploy.cluster_secrets import create_secrets
+from deploy.config import ClusterConfig, PoolConfig, RayConfig, RedisConfig, RouterConfig
+from deploy.node_addresses import NodeAddresses, command_on_node
 from deploy.process_spec import ProcessSpec
 
 MODEL = Path("/models/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -71,6 +74,45 @@ def test_several_routers_share_the_ports_under_names_of_their_own(runtime_dir: P
     assert routers[0].shares_port
     alone = plan_cluster(ClusterConfig(router=ANY_PORT), MODEL, runtime_dir).processes[-1]
     assert not router_settings.parse_arguments(flags(alone)).shares_port
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_on_several_machines_a_worker_takes_address_model_and_directory_from_its_node(runtime_dir: Path) -> None:
+    secrets = create_secrets(runtime_dir / "secrets")
+    redis, ray = RedisConfig(url="redis://10.0.0.9:6379/0"), RayConfig(secrets_dir=secrets.directory)
+    plan = plan_cluster(ClusterConfig(router=ANY_PORT, redis=redis, ray=ray), MODEL, runtime_dir, NodeAddresses())
+    assert "redis" not in [spec.name for spec in plan.processes]
+    command = command_on_node(
+        by_name(plan.processes, "decode-0").command, "10.0.0.2:7001", Path("/run/c-1"), Path("/other/m.gguf")
+    )
+    worker = worker_settings.parse_arguments("decode_worker", command[4:])
+    assert (worker.listen, worker.kv_host, worker.model) == ("10.0.0.2:7001", "10.0.0.2", "/other/m.gguf")
+    assert worker.runtime_dir == Path("/run/c-1")
+    router = router_settings.parse_arguments(flags(by_name(plan.processes, "router-0")))
+    for settings in (worker, router):
+        assert settings.cluster_token_file == secrets.token_file
+        assert settings.redis_password_file == secrets.redis_password_file
+        assert (settings.tls_key_file, settings.tls_server_name) == (secrets.tls.key, "tandem-cluster")
+    words = " ".join(word for spec in plan.processes for word in spec.command)
+    assert secrets.token_file.read_text().strip() not in words
+
+
+@pytest.mark.parametrize(
+    ("redis", "secrets_dir", "reason"),
+    [
+        (RedisConfig(url="redis://10.0.0.9:6379/0"), None, "tandem secrets create"),
+        (RedisConfig(), Path("/none"), "set redis.url"),
+        (RedisConfig(url="unix:///run/redis.sock"), Path("/none"), "set redis.url"),
+        (RedisConfig(url="redis://u:s3cret@10.0.0.9:6379/0"), Path("/none"), "redis.password"),
+        (RedisConfig(url="redis://10.0.0.9:6379/0"), Path("/none"), "no /none/cluster.token"),
+    ],
+)
+def test_several_machines_without_what_they_need_are_refused(
+    runtime_dir: Path, redis: RedisConfig, secrets_dir: Path | None, reason: str
+) -> None:
+    config = ClusterConfig(router=ANY_PORT, redis=redis, ray=RayConfig(secrets_dir=secrets_dir))
+    with pytest.raises(StartupError, match=reason):
+        plan_cluster(config, MODEL, runtime_dir, NodeAddresses())
 
 
 def test_grpc_can_be_off(runtime_dir: Path) -> None:

@@ -1,5 +1,7 @@
 """`tandem up` on a Ray of several raylets: placed apart, a killed raylet loses nothing, `down` leaves nothing.
 
+The raylets have addresses of their own (127.0.0.2, 127.0.0.3): with `ray.secrets_dir` they stand for machines.
+
 One Ray cluster for the module: it takes half a minute to start on two cores. Mock workers: the tokens are known.
 """
 
@@ -18,9 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
+from tandem.v1 import inference_pb2
 
+from cluster.embedded_redis import prepare_embedded_redis
+from cluster.rpc import free_loopback_port
+from deploy.cluster_secrets import create_secrets
 from tests.integration.conftest import REPOSITORY, tandem_command, tandem_environment
 from tests.integration.grpc_client import generate_tokens
 from tests.integration.mock_tokens import VOCAB_SIZE, expected_tokens
@@ -40,7 +47,8 @@ from ray.cluster_utils import Cluster
 store = int(sys.argv[1])
 shared = {"include_dashboard": False, "object_store_memory": store}
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **shared})
-nodes = [cluster.add_node(num_cpus=1, resources={"slot": 4}, object_store_memory=store) for _ in range(2)]
+more = {"num_cpus": 1, "resources": {"slot": 4}, "object_store_memory": store}
+nodes = [cluster.add_node(node_ip_address=address, **more) for address in ("127.0.0.2", "127.0.0.3")]
 pids = [node.all_processes["raylet"][0].process.pid for node in nodes]
 print(json.dumps({"address": cluster.address, "raylets": pids, "session": cluster.head_node.get_session_dir_path()}))
 sys.stdout.flush()
@@ -100,6 +108,32 @@ def ray_cluster() -> Iterator[RayCluster]:
     shutil.rmtree(folder)
 
 
+def test_nodes_with_addresses_of_their_own_serve_under_tls_and_the_controller_may_die(
+    ray_cluster: RayCluster, default_model_path: Path, redis: str
+) -> None:
+    config = ray_cluster.folder / "nodes.yaml"
+    secrets = ray_cluster.folder / "secrets"
+    config.write_text(_nodes_file(default_model_path, secrets, redis, free_loopback_port()))
+    printed = ray_cluster.tandem("up", str(config), "--address", ray_cluster.address)
+    try:
+        grpc_address = re.findall(r"(127\.0\.0\.1:\d+) \(gRPC\)", printed)[0]
+        url = re.findall(r"http://\S+", printed)[0]
+        last = _check_stream(grpc_address, 0, 20)
+        assert (last.timeline.transport, last.timeline.kv_bytes > 0) == ("tcp", True)
+        listening = _hosts(ray_cluster.folder / "run")
+        assert {host for hosts in listening.values() for host in hosts} == {"127.0.0.2", "127.0.0.3"}
+        assert all(len(hosts) == 1 for hosts in listening.values()), "control and KV, on the node's address alone"
+        _controller_process(ray_cluster).kill()
+        _until(lambda: _answers(grpc_address), "the cluster is up anew, at the same address")
+        assert sorted(_states(ray_cluster, url)) == ["ready", "ready"]
+        _no_secret_lies_in_ray(ray_cluster, [secrets / "cluster.token", secrets / "redis.password"])
+    finally:
+        processes = _of_the_cluster(ray_cluster.folder / "run")
+        ray_cluster.tandem("down", "--name", "nodes", "--address", ray_cluster.address)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert [process.cmdline() for process in alive] == []
+
+
 def test_f01_f03_rt47_up_survives_a_killed_raylet_scales_down_and_leaves_nothing(
     ray_cluster: RayCluster, default_model_path: Path
 ) -> None:
@@ -119,7 +153,8 @@ def test_f01_f03_rt47_up_survives_a_killed_raylet_scales_down_and_leaves_nothing
         _a_killed_raylet_loses_no_stream(ray_cluster, grpc_address, hosted)
         _two_of_each_again(ray_cluster, url)
         _a_scale_down_hurts_no_stream(ray_cluster, grpc_address, policy)
-        _no_secret_lies_in_ray(ray_cluster)
+        (run,) = (path for path in (ray_cluster.folder / "run").iterdir() if path.name.startswith("c-"))
+        _no_secret_lies_in_ray(ray_cluster, [run / "cluster.token", run / "redis.password"])
     finally:
         processes = _of_the_cluster(ray_cluster.folder / "run")
         assert processes
@@ -172,23 +207,72 @@ def _a_scale_down_hurts_no_stream(cluster: RayCluster, grpc_address: str, policy
     )
 
 
-def _no_secret_lies_in_ray(cluster: RayCluster) -> None:
-    (run,) = (path for path in (cluster.folder / "run").iterdir() if path.is_dir() and path.name.startswith("c-"))
-    secrets = [(run / name).read_text().strip().encode() for name in ("cluster.token", "redis.password")]
+def _no_secret_lies_in_ray(cluster: RayCluster, files: list[Path]) -> None:
+    secrets = [path.read_text().strip().encode() for path in files]
     logs = [path for path in (cluster.session / "logs").rglob("*") if path.is_file()]
     assert logs
     for path in logs:
         content = path.read_bytes()
         assert not any(secret in content for secret in secrets), path
-    for process in _of_the_cluster(run):
+    for process in _of_the_cluster(cluster.folder):
         words = " ".join(process.cmdline()).encode()
         assert not any(secret in words for secret in secrets)
 
 
-def _check_stream(grpc_address: str, number: int, num_tokens: int) -> None:
+def _nodes_file(model: Path, secrets: Path, redis_url: str, port: int) -> str:
+    return (
+        f"model: {model}\nengine: mock\nprefill: {{workers: 1}}\ndecode: {{workers: 1}}\ntransports: [tcp]\n"
+        f"router: {{port: {port}, grpc_port: {free_loopback_port()}, prefill_fallback: deny}}\ndrain_timeout_s: 1\n"
+        f"redis: {{url: {redis_url!r}}}\n"
+        f"ray: {{name: nodes, secrets_dir: {secrets}, prefill_resources: {{slot: 1}}, decode_resources: {{slot: 1}}}}\n"
+    )
+
+
+@pytest.fixture
+def redis(ray_cluster: RayCluster) -> Iterator[str]:
+    """A Redis of one's own on TCP, with the password of the secrets that are made here too."""
+    secrets = create_secrets(ray_cluster.folder / "secrets")
+    embedded = prepare_embedded_redis(ray_cluster.folder)
+    password = secrets.redis_password_file.read_text().strip()
+    port = free_loopback_port()
+    server = [embedded.command[0], "--port", str(port), "--bind", "127.0.0.1", "--requirepass", password, "--save", ""]
+    with subprocess.Popen(server, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        yield f"redis://127.0.0.1:{port}/0"
+        process.terminate()
+
+
+def _hosts(run: Path) -> dict[str, set[str]]:
+    """The addresses that each worker process listens on."""
+    found = {}
+    for process in _of_the_cluster(run):
+        names = [word.partition("=")[2] for word in process.cmdline() if word.startswith("--worker-id=")]
+        if names:
+            listening = (one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN)
+            found[names[0]] = {one.laddr.ip.removeprefix("::ffff:") for one in listening}  # as gRPC binds IPv4
+    return found
+
+
+def _controller_process(cluster: RayCluster) -> psutil.Process:
+    """The actor's process: the one that the router is a child of."""
+    router = next(one for one in _of_the_cluster(cluster.folder / "run") if "router" in one.cmdline())
+    parent = router.parent()
+    assert parent is not None
+    return parent
+
+
+def _answers(grpc_address: str) -> bool:
+    try:
+        _check_stream(grpc_address, 1, 8)
+    except grpc.RpcError:
+        return False
+    return True
+
+
+def _check_stream(grpc_address: str, number: int, num_tokens: int) -> inference_pb2.GenerateResponse:
     prompt = [(31 * number + 7 * index) % VOCAB_SIZE for index in range(40)]
-    tokens, _ = generate_tokens(grpc_address, prompt, num_tokens)
+    tokens, last = generate_tokens(grpc_address, prompt, num_tokens)
     assert tokens == expected_tokens(prompt, num_tokens)
+    return last
 
 
 def _states(cluster: RayCluster, url: str) -> list[str]:
