@@ -65,6 +65,7 @@ class RouterCore:
         """What an autoscaler shall know of the load offered to this router."""
         record = self.service.metrics.demand.to_record()
         record.router_id, record.incarnation = self.hello.router_id, self.hello.incarnation
+        record.clock_ms = int(time.monotonic() * 1000)
         record.running_requests = self.service.num_running
         record.waiting_requests = self.dispatcher.num_parked + self.service.admission.num_waiting
         if self.timing.is_prefill_fitted:

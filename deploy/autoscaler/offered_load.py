@@ -39,7 +39,6 @@ class _Reading:
 class _Totals:
     """Differences over the window, summed over routers."""
 
-    arrived: int = 0
     encoded: int = 0
     prompt_tokens: int = 0
     ended: int = 0
@@ -69,7 +68,7 @@ class LoadMeter:
         self._learn_lengths(totals)
         return OfferedLoad(
             Demand(
-                requests_per_s=totals.arrived / (now_s - first.at_s),
+                requests_per_s=_arrival_rate(first, latest),
                 uncached_tokens_per_request=self._uncached_tokens,
                 cached_tokens_per_request=self._cached_tokens,
                 output_tokens_per_request=self._output_tokens,
@@ -97,7 +96,6 @@ class LoadMeter:
 def _differences(first: _Reading, latest: _Reading) -> _Totals:
     totals = _Totals()
     for before, now in _pairs(first, latest):
-        totals.arrived += now.prompts_arrived - before.prompts_arrived
         totals.encoded += now.prompts_encoded - before.prompts_encoded
         totals.prompt_tokens += now.prompt_tokens_encoded - before.prompt_tokens_encoded
         totals.ended += now.prompts_ended - before.prompts_ended
@@ -105,6 +103,15 @@ def _differences(first: _Reading, latest: _Reading) -> _Totals:
         totals.cached_tokens += now.cached_tokens_ended - before.cached_tokens_ended
         totals.generation_tokens += now.generation_tokens - before.generation_tokens
     return totals
+
+
+def _arrival_rate(first: _Reading, latest: _Reading) -> float:
+    """Over each router's own clock: it writes its totals at its heartbeats, not when they are read here."""
+    rate = 0.0
+    for before, now in _pairs(first, latest):
+        own_s = (now.clock_ms - before.clock_ms) / 1000 if before.clock_ms else 0.0
+        rate += (now.prompts_arrived - before.prompts_arrived) / (own_s or latest.at_s - first.at_s)
+    return rate
 
 
 def _pairs(

@@ -8,6 +8,7 @@ One Ray cluster for the module: it takes half a minute to start on two cores. Mo
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -35,6 +36,9 @@ from tests.integration.mock_tokens import VOCAB_SIZE, expected_tokens
 pytestmark = [pytest.mark.model, pytest.mark.cluster]
 
 TIMEOUT_S = 120.0
+# `TANDEM_RAY_SOAK=full`: streams of a minute while the pools shrink, and the death of Ray's head. Four minutes more.
+IS_SOAK = os.environ.get("TANDEM_RAY_SOAK") == "full"
+STREAM_TOKENS = 4800 if IS_SOAK else 600
 STORE_BYTES = 80 * 2**20
 POLICY = "version: 1\nname: ray\ntick_s: 1.0\nprefill: {{min: {0}, max: 2}}\ndecode: {{min: {0}, max: 2}}\n" + (
     "scale_down: {{window_s: 3.0, cooldown_s: 1.0, after_up_s: 1.0}}\n"
@@ -165,6 +169,29 @@ def test_f01_f03_rt47_up_survives_a_killed_raylet_scales_down_and_leaves_nothing
     assert _our_shared_memory() == shared_memory
 
 
+@pytest.mark.skipif(not IS_SOAK, reason="TANDEM_RAY_SOAK=full")
+def test_rays_head_takes_the_cluster_with_it_and_up_starts_anew(default_model_path: Path) -> None:
+    """Without its head no actor has an owner: Ray ends them all, and so do their children. Nothing serves by halves."""
+    folder = Path(tempfile.mkdtemp(prefix="tandem-ray-"))
+    environment = {**tandem_environment(), "TANDEM_RUNTIME_DIR": str(folder)}
+    own = RayCluster("", [], folder, folder, environment)
+    config = folder / "cluster.yaml"
+    config.write_text(f"model: {default_model_path}\nengine: mock\nrouter: {{port: 0}}\ndrain_timeout_s: 1\n")
+    try:
+        own.tandem("up", str(config))
+        processes = [one for one in _of_the_cluster(folder) if one.pid != os.getpid()]
+        head = psutil.Process(json.loads((folder / "ray-head.json").read_text())["pid"])
+        next(one for one in head.children(recursive=True) if "gcs_server" in one.name()).kill()
+        _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_S)
+        assert [process.cmdline() for process in alive] == []
+        printed = own.tandem("up", str(config))
+        assert _answers(re.findall(r"(127\.0\.0\.1:\d+) \(gRPC\)", printed)[0])
+    finally:
+        own.tandem("down")
+    assert [path.name for path in folder.iterdir() if path.name.startswith("c-")] == []
+    shutil.rmtree(folder)
+
+
 def _cluster_file(model: Path, policy: Path) -> str:
     slots = "{slot: 1}"
     return (
@@ -197,7 +224,7 @@ def _two_of_each_again(cluster: RayCluster, url: str) -> None:
 
 def _a_scale_down_hurts_no_stream(cluster: RayCluster, grpc_address: str, policy: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
-        answers = [pool.submit(_check_stream, grpc_address, number, 600) for number in range(6)]
+        answers = [pool.submit(_check_stream, grpc_address, number, STREAM_TOKENS) for number in range(6)]
         policy.write_text(POLICY.format(1))
         for answer in answers:
             answer.result(TIMEOUT_S)

@@ -27,7 +27,7 @@ from tandem.v1 import handoff_pb2 as tandem_dot_v1_dot_handoff__pb2
 from tandem.v1 import worker_pb2 as tandem_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/membership.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x17tandem/v1/handoff.proto\x1a\x16tandem/v1/worker.proto\"\xe5\x03\n\x0cWorkerRecord\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x17\n\x0f\x63ontrol_address\x18\x02 \x01(\t\x12\x15\n\radmin_address\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12#\n\x06layout\x18\x07 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x0f\n\x07tp_rank\x18\t \x01(\r\x12\x0f\n\x07tp_size\x18\n \x01(\r\x12\x0f\n\x07host_id\x18\x0b \x01(\t\x12\r\n\x05ready\x18\x0c \x01(\x08\x12#\n\x04load\x18\r \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x15\n\rheartbeat_seq\x18\x0e \x01(\x04\x12\x14\n\x0ckv_event_seq\x18\x0f \x01(\x04\x12\'\n\x07refused\x18\x10 \x03(\x0b\x32\x16.tandem.v1.RefusedPeer\x12\x18\n\x10software_version\x18\x11 \x01(\t\x12\x12\n\nvocab_size\x18\x12 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x13 \x01(\t\"\x80\x04\n\x0cRouterRecord\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rheartbeat_seq\x18\x03 \x01(\x04\x12\x17\n\x0fprompts_arrived\x18\x04 \x01(\x04\x12\x17\n\x0fprompts_encoded\x18\x05 \x01(\x04\x12\x1d\n\x15prompt_tokens_encoded\x18\x06 \x01(\x04\x12\x15\n\rprompts_ended\x18\x07 \x01(\x04\x12\x1b\n\x13prompt_tokens_ended\x18\x08 \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_tokens_ended\x18\t \x01(\x04\x12\x19\n\x11generation_tokens\x18\n \x01(\x04\x12\x18\n\x10waiting_requests\x18\x0b \x01(\r\x12\x18\n\x10running_requests\x18\x0c \x01(\r\x12\x39\n\tlatencies\x18\r \x03(\x0b\x32&.tandem.v1.RouterRecord.LatenciesEntry\x12\x1c\n\x14prefill_coefficients\x18\x0e \x03(\x01\x12\x1b\n\x13\x64\x65\x63ode_coefficients\x18\x0f \x03(\x01\x1aJ\n\x0eLatenciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LatencyTotals:\x02\x38\x01\"2\n\rLatencyTotals\x12\x11\n\tbounds_ms\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\"D\n\x0bRefusedPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\x8b\x01\n\x07KvEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12 \n\x02op\x18\x04 \x01(\x0e\x32\x14.tandem.v1.KvEventOp\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x06 \x01(\x0c*\x8c\x01\n\tKvEventOp\x12\x1b\n\x17KV_EVENT_OP_UNSPECIFIED\x10\x00\x12\x16\n\x12KV_EVENT_OP_STORED\x10\x01\x12\x17\n\x13KV_EVENT_OP_REMOVED\x10\x02\x12\x17\n\x13KV_EVENT_OP_CLEARED\x10\x03\x12\x18\n\x14KV_EVENT_OP_SNAPSHOT\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/membership.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x17tandem/v1/handoff.proto\x1a\x16tandem/v1/worker.proto\"\xe5\x03\n\x0cWorkerRecord\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x17\n\x0f\x63ontrol_address\x18\x02 \x01(\t\x12\x15\n\radmin_address\x18\x03 \x01(\t\x12\x17\n\x0fmetrics_address\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x06 \x01(\t\x12#\n\x06layout\x18\x07 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x0f\n\x07tp_rank\x18\t \x01(\r\x12\x0f\n\x07tp_size\x18\n \x01(\r\x12\x0f\n\x07host_id\x18\x0b \x01(\t\x12\r\n\x05ready\x18\x0c \x01(\x08\x12#\n\x04load\x18\r \x01(\x0b\x32\x15.tandem.v1.LoadReport\x12\x15\n\rheartbeat_seq\x18\x0e \x01(\x04\x12\x14\n\x0ckv_event_seq\x18\x0f \x01(\x04\x12\'\n\x07refused\x18\x10 \x03(\x0b\x32\x16.tandem.v1.RefusedPeer\x12\x18\n\x10software_version\x18\x11 \x01(\t\x12\x12\n\nvocab_size\x18\x12 \x01(\r\x12\x0e\n\x06\x65ngine\x18\x13 \x01(\t\"\x92\x04\n\x0cRouterRecord\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x15\n\rheartbeat_seq\x18\x03 \x01(\x04\x12\x17\n\x0fprompts_arrived\x18\x04 \x01(\x04\x12\x17\n\x0fprompts_encoded\x18\x05 \x01(\x04\x12\x1d\n\x15prompt_tokens_encoded\x18\x06 \x01(\x04\x12\x15\n\rprompts_ended\x18\x07 \x01(\x04\x12\x1b\n\x13prompt_tokens_ended\x18\x08 \x01(\x04\x12\x1b\n\x13\x63\x61\x63hed_tokens_ended\x18\t \x01(\x04\x12\x19\n\x11generation_tokens\x18\n \x01(\x04\x12\x18\n\x10waiting_requests\x18\x0b \x01(\r\x12\x18\n\x10running_requests\x18\x0c \x01(\r\x12\x39\n\tlatencies\x18\r \x03(\x0b\x32&.tandem.v1.RouterRecord.LatenciesEntry\x12\x1c\n\x14prefill_coefficients\x18\x0e \x03(\x01\x12\x1b\n\x13\x64\x65\x63ode_coefficients\x18\x0f \x03(\x01\x12\x10\n\x08\x63lock_ms\x18\x10 \x01(\x04\x1aJ\n\x0eLatenciesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.tandem.v1.LatencyTotals:\x02\x38\x01\"2\n\rLatencyTotals\x12\x11\n\tbounds_ms\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\"D\n\x0bRefusedPeer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\x8b\x01\n\x07KvEvent\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12 \n\x02op\x18\x04 \x01(\x0e\x32\x14.tandem.v1.KvEventOp\x12\x14\n\x0c\x62lock_hashes\x18\x05 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x06 \x01(\x0c*\x8c\x01\n\tKvEventOp\x12\x1b\n\x17KV_EVENT_OP_UNSPECIFIED\x10\x00\x12\x16\n\x12KV_EVENT_OP_STORED\x10\x01\x12\x17\n\x13KV_EVENT_OP_REMOVED\x10\x02\x12\x17\n\x13KV_EVENT_OP_CLEARED\x10\x03\x12\x18\n\x14KV_EVENT_OP_SNAPSHOT\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,18 +36,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROUTERRECORD_LATENCIESENTRY']._loaded_options = None
   _globals['_ROUTERRECORD_LATENCIESENTRY']._serialized_options = b'8\001'
-  _globals['_KVEVENTOP']._serialized_start=1382
-  _globals['_KVEVENTOP']._serialized_end=1522
+  _globals['_KVEVENTOP']._serialized_start=1400
+  _globals['_KVEVENTOP']._serialized_end=1540
   _globals['_WORKERRECORD']._serialized_start=115
   _globals['_WORKERRECORD']._serialized_end=600
   _globals['_ROUTERRECORD']._serialized_start=603
-  _globals['_ROUTERRECORD']._serialized_end=1115
-  _globals['_ROUTERRECORD_LATENCIESENTRY']._serialized_start=1041
-  _globals['_ROUTERRECORD_LATENCIESENTRY']._serialized_end=1115
-  _globals['_LATENCYTOTALS']._serialized_start=1117
-  _globals['_LATENCYTOTALS']._serialized_end=1167
-  _globals['_REFUSEDPEER']._serialized_start=1169
-  _globals['_REFUSEDPEER']._serialized_end=1237
-  _globals['_KVEVENT']._serialized_start=1240
-  _globals['_KVEVENT']._serialized_end=1379
+  _globals['_ROUTERRECORD']._serialized_end=1133
+  _globals['_ROUTERRECORD_LATENCIESENTRY']._serialized_start=1059
+  _globals['_ROUTERRECORD_LATENCIESENTRY']._serialized_end=1133
+  _globals['_LATENCYTOTALS']._serialized_start=1135
+  _globals['_LATENCYTOTALS']._serialized_end=1185
+  _globals['_REFUSEDPEER']._serialized_start=1187
+  _globals['_REFUSEDPEER']._serialized_end=1255
+  _globals['_KVEVENT']._serialized_start=1258
+  _globals['_KVEVENT']._serialized_end=1397
 # @@protoc_insertion_point(module_scope)

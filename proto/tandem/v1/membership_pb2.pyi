@@ -173,6 +173,7 @@ class RouterRecord(_message.Message):
     LATENCIES_FIELD_NUMBER: _builtins.int
     PREFILL_COEFFICIENTS_FIELD_NUMBER: _builtins.int
     DECODE_COEFFICIENTS_FIELD_NUMBER: _builtins.int
+    CLOCK_MS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     incarnation: _builtins.str
     heartbeat_seq: _builtins.int
@@ -191,6 +192,8 @@ class RouterRecord(_message.Message):
     waiting_requests: _builtins.int
     """admitted and not placed"""
     running_requests: _builtins.int
+    clock_ms: _builtins.int
+    """The router's own clock at these totals: a rate over the reader's clock is off by a heartbeat at either end."""
     @_builtins.property
     def latencies(self) -> _containers.MessageMap[_builtins.str, Global___LatencyTotals]:
         """itl, and the parts of the time to first token by name"""
@@ -223,10 +226,11 @@ class RouterRecord(_message.Message):
         latencies: _abc.Mapping[_builtins.str, Global___LatencyTotals] | None = ...,
         prefill_coefficients: _abc.Iterable[_builtins.float] | None = ...,
         decode_coefficients: _abc.Iterable[_builtins.float] | None = ...,
+        clock_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_ended", b"cached_tokens_ended", "decode_coefficients", b"decode_coefficients", "generation_tokens", b"generation_tokens", "heartbeat_seq", b"heartbeat_seq", "incarnation", b"incarnation", "latencies", b"latencies", "prefill_coefficients", b"prefill_coefficients", "prompt_tokens_encoded", b"prompt_tokens_encoded", "prompt_tokens_ended", b"prompt_tokens_ended", "prompts_arrived", b"prompts_arrived", "prompts_encoded", b"prompts_encoded", "prompts_ended", b"prompts_ended", "router_id", b"router_id", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens_ended", b"cached_tokens_ended", "clock_ms", b"clock_ms", "decode_coefficients", b"decode_coefficients", "generation_tokens", b"generation_tokens", "heartbeat_seq", b"heartbeat_seq", "incarnation", b"incarnation", "latencies", b"latencies", "prefill_coefficients", b"prefill_coefficients", "prompt_tokens_encoded", b"prompt_tokens_encoded", "prompt_tokens_ended", b"prompt_tokens_ended", "prompts_arrived", b"prompts_arrived", "prompts_encoded", b"prompts_encoded", "prompts_ended", b"prompts_ended", "router_id", b"router_id", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

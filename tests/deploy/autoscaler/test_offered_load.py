@@ -43,6 +43,18 @@ def test_what_caches_held_is_taken_from_the_prompts_that_ended() -> None:
     assert demand.output_tokens_per_request == 40
 
 
+def test_a_rate_is_over_the_routers_own_clock_whenever_it_is_read() -> None:
+    """Ten requests a second, written every second; the reader comes just before a heartbeat, then just after one."""
+    meter = LoadMeter()
+    meter.read(0.9, 3.0, [record(clock_ms=50_000, prompts_arrived=0)])
+    load = meter.read(3.0, 3.0, [record(clock_ms=53_000, prompts_arrived=30)])
+    assert load is not None
+    assert load.demand.requests_per_s == pytest.approx(10)
+    same = meter.read(3.5, 3.0, [record(clock_ms=53_000, prompts_arrived=30)])
+    assert same is not None
+    assert same.demand.requests_per_s == pytest.approx(10)
+
+
 def test_only_the_window_counts() -> None:
     meter = LoadMeter()
     for tick in range(10):
