@@ -125,7 +125,7 @@ def _on_nodes(
         raise StartupError("workers on several machines need a Redis that all of them reach: set redis.url")
     if urlsplit(config.redis.url).password is not None or config.redis.password_file is not None:
         raise StartupError("with ray.secrets_dir the password of redis.url is that directory's redis.password")
-    secrets = ClusterSecrets(config.ray.secrets_dir)
+    secrets = ClusterSecrets(config.ray.secrets_dir.expanduser())
     security = secrets.security()
     files = (secrets.token_file, config.redis.url, secrets.redis_password_file)
     return _Shared(config, model, runtime_dir, *files, security, nodes), ()
