@@ -17,6 +17,8 @@ from cluster.settings_flags import parse_settings
 # A model of 8 billion parameters on one data-centre GPU, about: what a mock worker is taken for.
 DEFAULT_MOCK_PREFILL_MS = (8.0, 0.1, 1e-6)
 DEFAULT_MOCK_DECODE_MS = (12.0, 0.15, 1e-5)
+# About ten tokens a second: a stream that people read along with.
+DEFAULT_ITL_SLO_MS = 100.0
 
 
 class EngineSettings(BaseModel):
@@ -72,6 +74,11 @@ class PoolSettings(BaseModel):
 
     num_threads: int = Field(default=1, ge=1, description="compute threads of each")
     max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
+    itl_slo_ms: float = Field(
+        default=DEFAULT_ITL_SLO_MS,
+        ge=0,
+        description="prompts computed where streams run take only as much of a step as keeps it within this; 0: all",
+    )
     max_sequences: int = Field(default=64, ge=1, description="sequences in one engine step")
     max_waiting: int = Field(default=256, ge=1, description="bound of the waiting queue")
     kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory, at most 1 GiB")

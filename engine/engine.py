@@ -40,6 +40,7 @@ from engine.request import (
 )
 from engine.scheduler import ScheduledChunk, Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
+from engine.step_budget import StepBudget
 from engine.stop_rules import StopDecision, apply_stop_rules
 from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy
@@ -78,6 +79,7 @@ class Engine:
         speculator: Speculator | None = None,
         grammars: GrammarCompiler | None = None,
         swap: SwapSpace | None = None,
+        step_budget: StepBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -88,7 +90,8 @@ class Engine:
         self._grammars = grammars
         self._uncompiled: list[Sequence] = []  # arrived, and their constraint is still being compiled
         self._swap = swap
-        self._scheduler = Scheduler(pool, limits, policy, speculator, swap)
+        self._step_budget = step_budget
+        self._scheduler = Scheduler(pool, limits, policy, speculator, swap, step_budget)
         self._inbox = Inbox(limits.max_waiting)
         self._sink: OutputSink = _drop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -138,6 +141,7 @@ class Engine:
             step_ms=figures.step_s * 1000,
             tokens_per_s=figures.tokens_per_s if running else 0.0,
             batch_size=figures.batch_size if running else 0,
+            prefill_tokens_beside_decodes=0 if self._step_budget is None else self._step_budget.prefill_tokens,
             census=self._pool.census(),
         )
 
@@ -489,6 +493,10 @@ class Engine:
     def _measure(self, plan: StepPlan, num_generated: int, step_s: float) -> None:
         if self._swap is not None:
             self._swap.saw_step(sum(chunk.num_rows for chunk in plan.chunks), step_s)
+        if self._step_budget is not None:
+            num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
+            num_prefill_tokens = sum(chunk.num_tokens for chunk in plan.chunks) - num_decodes
+            self._step_budget.saw_step(num_decodes, num_prefill_tokens, step_s * 1000)
         last, rate = self._figures, num_generated / max(step_s, 1e-9)
         weight = AVERAGE_WEIGHT if last.step_s else 1.0
         self._figures = _StepFigures(

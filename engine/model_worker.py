@@ -17,7 +17,7 @@ from engine.grammar_compiler import GrammarCompiler
 from engine.model_executor import ModelExecutor
 from engine.runner_factory import build_runner
 from engine.swap_space import SwapSpace
-from engine.worker_engine import OpenSpeculator, WorkerEngine, engine_limits
+from engine.worker_engine import OpenSpeculator, WorkerEngine, engine_limits, step_budget
 
 # What decides between kernels; a CPU has a hundred more.
 SHOWN_CPU_FEATURES = frozenset(
@@ -50,7 +50,15 @@ def open_model_engine(
     swap = SwapSpace(memory, memory.layout.block_bytes, settings.swap_bytes) if settings.swap_bytes else None
     return WorkerEngine(
         kind="real",
-        engine=Engine(executor, pool, limits, speculator=speculator, grammars=grammars, swap=swap),
+        engine=Engine(
+            executor,
+            pool,
+            limits,
+            speculator=speculator,
+            grammars=grammars,
+            swap=swap,
+            step_budget=step_budget(settings),
+        ),
         pool=pool,
         memory=memory,
         config=built.config,

@@ -124,6 +124,7 @@ class EngineLoad:
     tokens_per_s: float  # moving average of generated tokens
     batch_size: int  # sequences in the last step
     census: BlockCensus
+    prefill_tokens_beside_decodes: int = 0  # in one step, at most; 0: as many as the step takes
 
 
 # Called from the engine thread once for each step that gave anything; must not block.

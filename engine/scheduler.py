@@ -4,7 +4,8 @@
 
 Its promise:
 - A step never has more than `max_batch_tokens` tokens or `max_sequences` sequences. Sequences with one token to compute
-  come first, so a long prompt costs a running stream at most one step of that budget.
+  come first, so a long prompt costs a running stream at most one step of that budget; with a `StepBudget`, of what the
+  streams' objective leaves.
 - An admission takes the blocks of the whole sequence so far, and leaves a watermark; a decode takes blocks on demand.
 - When a decode finds no block, the last running sequence in order gives way and keeps its place, its tokens and its KV:
   in host memory where that is faster (`engine.swap_space`), else its cached blocks as far as nobody needs the room. At
@@ -34,6 +35,7 @@ from engine.drafting import NoDraftReason, Speculator
 from engine.request import EngineLimits
 from engine.sequence import NEVER_REFUSED, Sequence, SequenceState
 from engine.shared_tail import SharedTail, find_shared_tail
+from engine.step_budget import StepBudget
 from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy, WaitingQueue, order_key
 
@@ -81,6 +83,7 @@ class Scheduler:
         policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
         speculator: Speculator | None = None,
         swap: SwapSpace | None = None,
+        step_budget: StepBudget | None = None,
     ) -> None:
         if limits.max_batch_tokens < limits.max_sequences:
             raise StartupError(
@@ -93,6 +96,7 @@ class Scheduler:
         self._policy = policy
         self._speculator = speculator
         self._swap = swap
+        self._step_budget = step_budget
         self.num_preemptions = 0
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order: the last one is the first victim
@@ -143,12 +147,19 @@ class Scheduler:
         self._make_room_for_urgent(plan)
         budget, in_progress = self._schedule_decodes(plan, self._limits.max_batch_tokens)
         num_decodes = len(plan.chunks)
-        budget, partial = self._schedule_prefills(plan, budget, in_progress)
+        kept_back = self._kept_from_prompts(budget, num_decodes)
+        budget, partial = self._schedule_prefills(plan, budget - kept_back, in_progress)
         if not plan.preempted:  # what a victim gave back is for those who run
             budget = self._admit(plan, budget, partial)
         if self._speculator is not None:
-            self._add_drafts(plan, num_decodes, budget, self._speculator)
+            self._add_drafts(plan, num_decodes, budget + kept_back, self._speculator)
         return plan
+
+    def _kept_from_prompts(self, budget: int, num_decodes: int) -> int:
+        """Tokens that no prompt may take, so that the decodes of this step are in time."""
+        if self._step_budget is None or not num_decodes:
+            return 0
+        return max(0, budget - self._step_budget.prefill_tokens)
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> tuple[int, list[Sequence]]:
         """Everyone with one token to compute. Gives the budget left and the prompts in progress."""

@@ -26,6 +26,7 @@ from engine.engine import Engine
 from engine.kv_memory import KvMemory
 from engine.model_config import ModelConfig
 from engine.request import EngineLimits, EngineLoad
+from engine.step_budget import StepBudget
 
 if TYPE_CHECKING:  # a mock worker runs without torch
     from engine.grammar_compiler import GrammarCompiler
@@ -126,6 +127,13 @@ def engine_limits(settings: WorkerSettings, max_model_len: int) -> EngineLimits:
     )
 
 
+def step_budget(settings: WorkerSettings) -> StepBudget | None:
+    """What prompts may take of a step beside decodes; None on a prefill worker, where nothing decodes, or unbounded."""
+    if settings.role == "prefill" or not settings.itl_slo_ms:
+        return None
+    return StepBudget(settings.itl_slo_ms, settings.block_tokens)
+
+
 def load_report(load: EngineLoad) -> worker_pb2.LoadReport:
     """An engine's load as it travels to routers and peers."""
     census = load.census
@@ -140,6 +148,7 @@ def load_report(load: EngineLoad) -> worker_pb2.LoadReport:
         step_ms=load.step_ms,
         tokens_per_s=load.tokens_per_s,
         context_tokens=load.context_tokens,
+        prefill_tokens_beside_decodes=load.prefill_tokens_beside_decodes,
     )
 
 

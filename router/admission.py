@@ -81,6 +81,8 @@ class Admission:
         limiter: TenantLimiter,
         settings: AdmissionSettings,
         listeners: Iterable[AdmissionListener] = (),
+        *,
+        may_choose_local: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.is_draining = False
@@ -89,6 +91,7 @@ class Admission:
         self._limiter = limiter
         self._settings = settings
         self._listeners = tuple(listeners)
+        self._may_choose_local = may_choose_local
         self._clock = clock
         self._queue = FairQueue(settings.max_waiting)
         self._arrivals: dict[Waiting, Arrival] = {}
@@ -220,6 +223,7 @@ class Admission:
 
     def _has_room(self, snapshot: ClusterSnapshot, now_s: float) -> bool:
         may_prefill = any(self._may_prefill(worker, now_s) for worker in snapshot.computing)
+        may_prefill = may_prefill or (self._may_choose_local and _may_prefill_beside_streams(snapshot))
         return may_prefill and any(map(_has_kv, snapshot.decode))
 
     def _may_prefill(self, worker: WorkerState, now_s: float) -> bool:
@@ -253,6 +257,13 @@ class Admission:
     def _shed(self, waiting: Waiting) -> None:
         _log.info("a waiting request is shed", extra={"tier": waiting.tier.name.lower()})
         self._arrivals.pop(waiting).fail(_overloaded("other requests came first while this one waited", RETRY_AFTER_S))
+
+
+def _may_prefill_beside_streams(snapshot: ClusterSnapshot) -> bool:
+    """Whether a decode worker that keeps its streams in time meanwhile has no prompt to compute."""
+    return snapshot.allows_local_prefill and any(
+        worker.prefill_tokens_beside_decodes and not worker.booked_prefills for worker in snapshot.decode
+    )
 
 
 def _has_kv(worker: WorkerState) -> bool:

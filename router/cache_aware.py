@@ -2,8 +2,9 @@
 
     prefill  S_p = queue + 1.3 t_p(L - m, m) + 0.25 evicted + spread  m: tokens of the prompt believed cached there
     decode   S_d = transfer + step + neighbours + pressure + full
-    local    S_l = S_d - transfer + 1.3 t_p(L - m_d, m_d) + t_p(L - m_d, m_d) for each neighbour that it stalls;
-             an aggregated worker's S_d has both of it, and its queue
+    local    S_l = S_d - transfer + 1.3 t_p(L - m_d, m_d) + streams + queue; streams: a step for each part of the prompt
+             where the worker takes prompts in parts that keep its streams in time, else t_p for each that it stalls;
+             an aggregated worker's S_d has all of it
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
 wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
@@ -178,8 +179,8 @@ class CacheAware:
             transfer_ms = queue_ms = prefill_ms = 0.0
             missing = num_tokens - cached_tokens.get(worker.worker_id, 0)
             if worker.role is Role.AGGREGATED:
-                queue_ms = self._queue_ms(worker)
-                prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker)
+                queue_ms = self._own_queue_ms(worker, step_ms)
+                prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker, step_ms)
             else:
                 kind = (missing, worker.kv_bytes_per_token, worker.num_layers)
                 known_ms = transfers_ms.get(kind)
@@ -209,17 +210,23 @@ class CacheAware:
         """Prefilling where it is decoded; no transfer then."""
         worker = decode.worker
         cached = request.cached_tokens.get(worker.worker_id, 0)
-        own_ms = self._own_prefill_ms(request.num_prompt_tokens - cached, cached, worker)
+        step_ms = decode.terms_ms[DECODE_TERMS.index("step")]
+        own_ms = self._own_prefill_ms(request.num_prompt_tokens - cached, cached, worker, step_ms)
+        own_ms += self._own_queue_ms(worker, step_ms)
         return own_ms + decode.total_ms - decode.terms_ms[DECODE_TERMS.index("transfer")]
 
-    def _own_prefill_ms(self, num_uncached: int, num_cached: int, worker: WorkerState) -> float:
-        """On a worker that decodes: its own time, and what it costs those whose steps wait for it."""
-        # Every neighbour's next token waits for it.
-        return self._prefill_ms(num_uncached, num_cached) * (WORK_WEIGHT + 1 + worker.num_in_flight)
+    def _own_prefill_ms(self, num_uncached: int, num_cached: int, worker: WorkerState, step_ms: float) -> float:
+        """On a worker that decodes: its own time, and what it costs those whose steps wait for it, or it for theirs."""
+        own_ms = self._prefill_ms(num_uncached, num_cached)
+        streams_ms = own_ms * worker.num_in_flight  # every neighbour's next token waits for it
+        if worker.prefill_tokens_beside_decodes:
+            streams_ms = _steps_between(num_uncached, worker) * step_ms
+        return (1 + WORK_WEIGHT) * own_ms + streams_ms
 
-    def _queue_ms(self, worker: WorkerState) -> float:
+    def _own_queue_ms(self, worker: WorkerState, step_ms: float) -> float:
+        """What is booked on a worker that decodes goes before."""
         booked = worker.booked_prefill_tokens
-        return self._prefill_ms(booked, 0) if booked else 0.0
+        return self._prefill_ms(booked, 0) + _steps_between(booked, worker) * step_ms if booked else 0.0
 
     def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:
         c0, c1, c2 = self._timing.prefill_coefficients
@@ -281,6 +288,13 @@ def _reason(pair: _Pair, *, is_wanted_local: bool, is_copying: bool) -> str:
     if is_copying:
         return "a copy of a hot prefix"
     return "near tie: the less busy, then the one chosen least recently" if pair.is_tied else "lowest predicted time"
+
+
+def _steps_between(num_tokens: int, worker: WorkerState) -> float:
+    """The streams' steps between the parts of a prompt."""
+    if not worker.num_in_flight or not worker.prefill_tokens_beside_decodes:
+        return 0.0
+    return num_tokens / worker.prefill_tokens_beside_decodes
 
 
 def _allowed(prefills: Sequence[_Scored], decode: _Scored) -> Iterator[_Scored]:

@@ -23,6 +23,7 @@ class PolicyChoice:
     policy: PlacementPolicy
     timing: TimingModel
     uses_cache: bool = False
+    may_choose_local: bool = False  # a decode worker's own prefill, though prefill workers are there
 
 
 def choose_policy(name: str, seed: int, prior: TimingPrior = DEFAULT_PRIOR) -> PolicyChoice:
@@ -31,7 +32,8 @@ def choose_policy(name: str, seed: int, prior: TimingPrior = DEFAULT_PRIOR) -> P
     match name:
         case "cache_aware":
             chance = random.Random(seed)  # noqa: S311  near ties, no secret
-            return PolicyChoice(CacheAware(timing, CacheAwareSettings(), chance), timing, uses_cache=True)
+            policy = CacheAware(timing, CacheAwareSettings(), chance)
+            return PolicyChoice(policy, timing, uses_cache=True, may_choose_local=True)
         case "least_loaded":
             return PolicyChoice(LeastLoaded(timing), timing)
         case "round_robin":

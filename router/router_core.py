@@ -122,6 +122,7 @@ def build_core(
             max_worker_queue_ms=settings.max_worker_queue_ms,
         ),
         (metrics, decisions),
+        may_choose_local=choice.may_choose_local,
     )
     dispatcher.on_room(admission.room_changed)
     policy = ServingPolicy(

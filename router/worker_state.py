@@ -63,6 +63,8 @@ class WorkerState:
     used_tokens: int = field(default=0, init=False)  # of its KV pool
     never_used_blocks: int = field(default=0, init=False)
     capacity_tokens: int = field(default=0, init=False)  # what its KV pool holds; 0 while it has not said
+    # Prompt tokens that it takes into a step beside its streams, so that these are in time; 0: a whole prompt.
+    prefill_tokens_beside_decodes: int = field(default=0, init=False)
     # Uncached tokens placed here, fading: who took more than its share lately.
     _recent_tokens: float = 0.0
     _recent_at_s: float = 0.0
@@ -102,6 +104,7 @@ class WorkerState:
         self.used_tokens = (load.total_blocks - load.free_blocks) * self.block_tokens
         self.never_used_blocks = load.free_blocks - load.cached_blocks
         self.capacity_tokens = load.total_blocks * self.block_tokens
+        self.prefill_tokens_beside_decodes = load.prefill_tokens_beside_decodes
 
 
 def state_from_record(record: membership_pb2.WorkerRecord, now_s: float) -> WorkerState | None:

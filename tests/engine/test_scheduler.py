@@ -14,6 +14,7 @@ from engine.mock_engine import StepTiming
 from engine.request import EngineLimits
 from engine.scheduler import ADMISSION_LOOKAHEAD, MAX_OVERTAKEN, MAX_PREEMPTIONS, Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
+from engine.step_budget import StepBudget
 from engine.waiting_queue import AGEING_S_PER_LEVEL, MAX_SKIPS, SKIP_TOKENS, SchedulingPolicy
 from tests.engine.engine_bench import make_request
 
@@ -24,11 +25,15 @@ class Desk:
     """A scheduler and what an engine does around it: `step` computes and appends, `finish` ends."""
 
     def __init__(
-        self, num_blocks: int = 64, policy: SchedulingPolicy = SchedulingPolicy.PRIORITY, **limits: Any
+        self,
+        num_blocks: int = 64,
+        policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
+        step_budget: StepBudget | None = None,
+        **limits: Any,
     ) -> None:
         self.pool = BlockPool(num_blocks, BLOCK, "model")
         self.limits = EngineLimits(**{"max_batch_tokens": 64, "max_sequences": 8, "max_model_len": 4096, **limits})
-        self.scheduler = Scheduler(self.pool, self.limits, policy)
+        self.scheduler = Scheduler(self.pool, self.limits, policy, step_budget=step_budget)
         self.num_arrived = 0
         self.now_s = 0.0
 
@@ -88,6 +93,21 @@ def test_k14_decodes_come_first_and_a_long_prompt_takes_what_is_left() -> None:
     desk.arrive(600)
     for _ in range(10):
         assert scheduled(desk.step()) == {0: 1, 1: 31}
+
+
+def test_k14_prompts_beside_decodes_take_what_the_streams_objective_leaves() -> None:
+    budget = StepBudget(itl_slo_ms=100.0, block_tokens=BLOCK)
+    budget.saw_step(0, 100, 100.0)  # a millisecond for a token
+    desk = Desk(step_budget=budget, max_batch_tokens=512)
+    desk.arrive(400)
+    assert scheduled(desk.step()) == {0: 400}  # nobody decodes: it is not bounded
+    desk.arrive(100)
+    desk.arrive(100)
+    assert scheduled(desk.step()) == {0: 1, 1: 85}
+    assert scheduled(desk.step()) == {0: 1, 1: 15, 2: 70}
+    for _ in range(5):
+        budget.saw_step(1, 0, 1000.0)
+    assert scheduled(desk.step()) == {0: 1, 1: 1, 2: BLOCK}  # streams that are late anyway do not starve a prompt
 
 
 def test_a_threshold_bounds_one_prompts_share() -> None:

@@ -423,6 +423,30 @@ def test_a_queue_in_front_of_the_prefill_pool_makes_local_prefill_cheaper() -> N
     assert _cache_aware(CacheAwareSettings()).place(_request(200), snapshot, 0.0).is_local
 
 
+def test_streams_that_are_kept_in_time_make_local_prefill_cheap_when_the_prefill_pool_is_busy() -> None:
+    snapshot = _snapshot(1, 1)
+    decode = snapshot.decode[0]
+    policy = _cache_aware(CacheAwareSettings())
+    for running, beside, queued, is_local in (
+        (8, 0, 4000, False),  # a whole prompt in one step: eight streams would stall
+        (8, 64, 4000, True),
+        (8, 64, 0, False),  # nobody waits: the prefill pool is there for this
+        (8, 2, 4000, False),  # the streams leave next to nothing
+    ):
+        decode.take_report(worker_pb2.LoadReport(running_requests=running, prefill_tokens_beside_decodes=beside), 0.0)
+        snapshot.prefill[0].booked_prefill_tokens = queued
+        assert policy.place(_request(2000), snapshot, 0.0).is_local is is_local, (running, beside, queued)
+
+
+def test_what_a_decode_worker_prefills_already_goes_before() -> None:
+    snapshot = _snapshot(1, 1)
+    decode = snapshot.decode[0]
+    decode.take_report(worker_pb2.LoadReport(running_requests=8, prefill_tokens_beside_decodes=64), 0.0)
+    snapshot.prefill[0].booked_prefill_tokens = 4000
+    decode.booked_prefill_tokens = 4000
+    assert not _cache_aware(CacheAwareSettings()).place(_request(2000), snapshot, 0.0).is_local
+
+
 def test_local_prefill_when_little_is_missing_and_not_when_the_pool_is_full() -> None:
     snapshot = _snapshot(2, 1)
     decode = snapshot.decode[0]
