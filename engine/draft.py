@@ -61,11 +61,14 @@ class Draft:
     `laws`: what each token was drawn from, given the tokens above it and its siblings before it; a drafter may stop
     behind a drawn token, but never leave one out because of what it is. Empty: the guesses were not drawn, and `match`
     verifies them.
+
+    `confidences`: how likely the drafter thinks each token and all above it, falling. Empty: it cannot say.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     laws: tuple[DraftLaw, ...] = field(default=(), compare=False)
+    confidences: tuple[float, ...] = field(default=(), compare=False)
 
     @classmethod
     def chain(cls, token_ids: Sequence[int], laws: Sequence[DraftLaw] = ()) -> Draft:
@@ -101,7 +104,12 @@ class Draft:
         """The draft cut to its first tokens."""
         if num_drafts >= len(self):
             return self
-        return Draft(self.token_ids[:num_drafts], self.parents[:num_drafts], self.laws[:num_drafts])
+        return Draft(
+            self.token_ids[:num_drafts],
+            self.parents[:num_drafts],
+            self.laws[:num_drafts],
+            self.confidences[:num_drafts],
+        )
 
     def first_chain(self) -> Draft:
         """Only each token's first child, from the last known token down: for whoever verifies no trees."""
@@ -112,8 +120,11 @@ class Draft:
         while node in self.parents:
             node = self.parents.index(node)
             nodes.append(node)
-        return Draft.chain(
-            [self.token_ids[node] for node in nodes], [self.laws[node] for node in nodes] if self.laws else ()
+        return Draft(
+            tuple(self.token_ids[node] for node in nodes),
+            tuple(range(ROOT, len(nodes) - 1)),
+            tuple(self.laws[node] for node in nodes) if self.laws else (),
+            tuple(self.confidences[node] for node in nodes) if self.confidences else (),
         )
 
     def drawn_children(self, node: int, num_drafts: int) -> tuple[DrawnGuess, ...]:

@@ -31,6 +31,14 @@ class NoDraftReason(enum.Enum):
     NO_MATCH = "no_match"  # the drafter has no guess
 
 
+class DraftWish(NamedTuple):
+    """One decode of the step at hand that may have drafts."""
+
+    request: EngineRequest
+    token_ids: npt.NDArray[np.int32]  # prompt and output so far
+    max_drafts: int  # 1 or more
+
+
 class Speculator(Protocol):
     """Guesses for all requests of one engine. Called from the engine thread, but for `check` and `counters`.
 
@@ -46,10 +54,8 @@ class Speculator(Protocol):
         """Raises `InvalidRequest` when the request names a drafter that does not run here."""
         ...
 
-    def propose(
-        self, request: EngineRequest, token_ids: npt.NDArray[np.int32], max_drafts: int, batch_size: int
-    ) -> Draft:
-        """At most `max_drafts` (1 or more) tokens that may follow `token_ids`, in a step with so many decodes."""
+    def propose(self, wishes: Sequence[DraftWish], batch_size: int) -> list[Draft]:
+        """For each wish tokens that may follow, in a step with so many decodes; a reason is counted where none do."""
         ...
 
     def sampled(

@@ -111,6 +111,43 @@ class ModelStatus(ctypes.Structure):
     )
 
 
+class DraftSpec(ctypes.Structure):
+    _fields_ = (
+        ("hidden_size", c_int32),
+        ("num_taps", c_int32),
+        ("draft_vocab_size", c_int32),
+        ("target_vocab_size", c_int32),
+        ("block_tokens", c_int32),
+        ("width", c_int32),
+        ("format", c_int32),
+        ("rms_norm_eps", c_float),
+        ("embedding", c_void_p),
+        ("vocabulary", c_void_p),
+        ("fuse_first", c_void_p),
+        ("fuse_next", c_void_p),
+    )
+
+
+class DraftBatch(ctypes.Structure):
+    _fields_ = (
+        ("row_starts", c_void_p),
+        ("taps", c_void_p),
+        ("token_ids", c_void_p),
+        ("block_tables", c_void_p),
+        ("num_cached", c_void_p),
+        ("first_positions", c_void_p),
+        ("num_guesses", c_void_p),
+        ("num_sequences", c_int32),
+        ("table_width", c_int32),
+        ("max_levels", c_int32),
+        ("min_reach", c_float),
+    )
+
+
+class DraftLaws(ctypes.Structure):
+    _fields_ = (("token_ids", c_void_p), ("probabilities", c_void_p), ("num_levels", c_void_p))
+
+
 # name -> (result, arguments)
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tandem_abi_version": (c_int32, ()),
@@ -123,6 +160,9 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tandem_model_isa": (c_char_p, (c_void_p,)),
     "tandem_model_status": (None, (c_void_p, POINTER(ModelStatus))),
     "tandem_model_memory": (c_int32, (c_void_p, c_int32, POINTER(c_uint64), POINTER(c_uint64))),
+    "tandem_drafter_create": (c_void_p, (c_void_p, POINTER(DraftSpec))),
+    "tandem_drafter_destroy": (None, (c_void_p,)),
+    "tandem_drafter_propose": (c_int32, (c_void_p, POINTER(DraftBatch), POINTER(DraftLaws))),
     "tandem_matrix_create": (c_void_p, (c_char_p, c_int32, c_int32, c_int32, c_int32, c_void_p)),
     "tandem_matrix_bytes": (c_int64, (c_void_p,)),
     "tandem_matrix_multiply": (c_int32, (c_void_p, c_void_p, c_int32, c_void_p, c_int64)),

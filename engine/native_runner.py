@@ -114,6 +114,11 @@ class NativeRunner:
             callback,
         )
 
+    @property
+    def native_model(self) -> ctypes.c_void_p:
+        """For calls that drive this model from within the library; valid until `close`."""
+        return self._model
+
     def status(self) -> dict[str, object]:
         """What `tandem status` shows of this backend."""
         status = ModelStatus()

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from cluster.errors import RequestExceedsKvCapacity, StartupError
 from engine.block_pool import BlockPool
-from engine.drafting import NoDraftReason, Speculator
+from engine.drafting import DraftWish, NoDraftReason, Speculator
 from engine.request import EngineLimits
 from engine.sequence import NEVER_REFUSED, Sequence, SequenceState
 from engine.shared_tail import SharedTail, find_shared_tail
@@ -220,20 +220,28 @@ class Scheduler:
 
     def _add_drafts(self, plan: StepPlan, num_decodes: int, budget: int, speculator: Speculator) -> None:
         """Guesses behind the decodes, which are the plan's first chunks, in their order as far as the budget goes."""
+        wishes: list[DraftWish] = []
+        places: list[int] = []
         for index, chunk in enumerate(plan.chunks[:num_decodes]):
             sequence = chunk.sequence
             if not sequence.may_have_drafts:
                 continue
             room = sequence.max_kv_tokens - sequence.num_tokens
-            if room <= 0 or budget <= 0:
+            if room <= 0 or budget <= len(wishes):
                 speculator.no_draft(NoDraftReason.END_IS_NEAR if room <= 0 else NoDraftReason.NO_BUDGET)
                 continue
-            draft = speculator.propose(sequence.request, sequence.token_ids, min(room, budget), num_decodes)
-            if not draft:
+            wishes.append(DraftWish(sequence.request, sequence.token_ids, min(room, budget)))
+            places.append(index)
+        if not wishes:
+            return
+        for index, proposed in zip(places, speculator.propose(wishes, num_decodes), strict=True):
+            if not proposed:
                 continue
-            draft = draft.first(self._num_draft_slots(sequence, len(draft)))
+            chunk = plan.chunks[index]
+            sequence = chunk.sequence
+            draft = proposed.first(min(budget, self._num_draft_slots(sequence, min(budget, len(proposed)))))
             if not draft:
-                speculator.no_draft(NoDraftReason.NO_BLOCKS)
+                speculator.no_draft(NoDraftReason.NO_BLOCKS if budget else NoDraftReason.NO_BUDGET)
                 continue
             sequence.put_draft(draft)
             plan.chunks[index] = chunk._replace(num_drafts=len(draft))

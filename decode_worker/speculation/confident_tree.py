@@ -56,6 +56,7 @@ def chain_with_siblings(laws: Sequence[Law], num_nodes: int, min_confidence: flo
     return Draft(
         tuple(laws[level].token_ids[rank] for _, level, rank in chosen),
         tuple(index_of[level - 1, 0] if level else ROOT for _, level, _ in chosen),
+        confidences=tuple(confidence for confidence, _, _ in chosen),
     )
 
 
@@ -63,6 +64,7 @@ def product_tree(laws: Sequence[Law], num_nodes: int, min_confidence: float = MI
     """`laws[i]` is the same whatever stands before it: every node may go on with every token of the next law."""
     token_ids: list[int] = []
     parents: list[int] = []
+    confidences: list[float] = []
     waiting = [(-p, rank, 0, ROOT) for rank, p in enumerate(laws[0].probabilities)] if laws else []
     heapq.heapify(waiting)
     while waiting and len(token_ids) < num_nodes:
@@ -72,7 +74,8 @@ def product_tree(laws: Sequence[Law], num_nodes: int, min_confidence: float = MI
         node = len(token_ids)
         token_ids.append(laws[level].token_ids[rank])
         parents.append(parent)
+        confidences.append(-negative)
         if level + 1 < len(laws):
             for next_rank, probability in enumerate(laws[level + 1].probabilities):
                 heapq.heappush(waiting, (negative * probability, next_rank, level + 1, node))
-    return Draft(tuple(token_ids), tuple(parents)) if token_ids else NO_DRAFT
+    return Draft(tuple(token_ids), tuple(parents), confidences=tuple(confidences)) if token_ids else NO_DRAFT

@@ -40,6 +40,22 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class GuessesTogether(Protocol):
+    """A drafter that reads its weights once for many requests."""
+
+    def propose_all(self, wanted: Sequence[tuple[RequestId, int]]) -> list[Draft]:
+        """`Drafter.propose` for each request, which stands there once, and its number of guesses."""
+        ...
+
+
+@runtime_checkable
+class KnowsConfidence(Protocol):
+    """A drafter whose drafts carry `confidences`: how much of them is verified is decided by these."""
+
+    min_confidence: float  # tokens below it are not proposed
+
+
+@runtime_checkable
 class ReadsHiddenStates(Protocol):
     """A drafter that guesses from the target's hidden states, too."""
 

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.identity import RequestId
-from decode_worker.speculation.confident_tree import MIN_CONFIDENCE, chain_with_siblings, likeliest
-from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, EagleLayer, Rows
+from decode_worker.speculation.confident_tree import MIN_CONFIDENCE, chain_with_siblings
+from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, EagleLayer, Reading
 from decode_worker.speculation.small_products import FloatArray
-from engine.draft import Draft
+from engine.draft import NO_DRAFT, Draft
 
 # Tokens that the layer sees: about the longest answer that it was trained on.
 WINDOW_BLOCKS = 16
@@ -50,7 +50,7 @@ class _Context:
 
 
 class EagleDrafter:
-    """Implements `draft.Drafter` and `draft.ReadsHiddenStates`."""
+    """Implements `draft.Drafter`, `draft.ReadsHiddenStates`, `GuessesTogether` and `KnowsConfidence`."""
 
     name = "eagle"
 
@@ -65,7 +65,7 @@ class EagleDrafter:
         """The layer's pool holds `max_contexts * BLOCKS_PER_CONTEXT` blocks."""
         self.tap_layers = layer.tap_layers
         self._layer = layer
-        self._min_confidence = min_confidence
+        self.min_confidence = min_confidence
         self._min_reach = min_reach
         self._free = np.split(np.arange(max_contexts * BLOCKS_PER_CONTEXT, dtype=np.int32), max_contexts)
         self._contexts: OrderedDict[RequestId, _Context] = OrderedDict()  # the one that was used longest ago first
@@ -87,20 +87,20 @@ class EagleDrafter:
         context.target_position = position + len(token_ids)
 
     def propose(self, request_id: RequestId, num_drafts: int) -> Draft:
-        context = self._contexts.get(request_id)
-        if context is None or not context.unread_ids:
-            return Draft()
-        self._contexts.move_to_end(request_id)
-        logits, state = self._read(context)
-        laws = [likeliest(logits, self._layer.vocabulary)]
-        reach = laws[0].probabilities[0]
-        while len(laws) < min(num_drafts, MAX_GUESSES) and reach >= self._min_reach:
-            ahead = len(laws) - 1
-            rows = Rows(context.blocks, context.num_cached + ahead, context.next_position + ahead)
-            logits, state = self._layer.next_guess(rows, state, laws[-1].token_ids[0])
-            laws.append(likeliest(logits, self._layer.vocabulary))
-            reach *= laws[-1].probabilities[0]
-        return chain_with_siblings(laws, num_drafts, self._min_confidence)
+        return self.propose_all([(request_id, num_drafts)])[0]
+
+    def propose_all(self, wanted: Sequence[tuple[RequestId, int]]) -> list[Draft]:
+        readings: dict[RequestId, Reading] = {}
+        for request_id, num_drafts in wanted:
+            context = self._contexts.get(request_id)
+            if context is not None and context.unread_ids:
+                self._contexts.move_to_end(request_id)
+                readings[request_id] = _read(context, min(num_drafts, MAX_GUESSES))
+        laws = dict(zip(readings, self._layer.guess(list(readings.values()), self._min_reach), strict=True))
+        return [
+            chain_with_siblings(laws[request_id], num_drafts, self.min_confidence) if request_id in laws else NO_DRAFT
+            for request_id, num_drafts in wanted
+        ]
 
     def forget(self, request_id: RequestId) -> None:
         context = self._contexts.pop(request_id, None)
@@ -110,22 +110,29 @@ class EagleDrafter:
     def close(self) -> None:
         self._layer.close()
 
-    def _read(self, context: _Context) -> tuple[FloatArray, FloatArray]:
-        """The layer reads what is unread, behind what it has read."""
-        count = len(context.unread_ids)
-        while context.num_cached + count > WINDOW_BLOCKS * BLOCK_TOKENS:  # the oldest block becomes the last one
-            context.blocks = np.roll(context.blocks, -1)
-            context.num_cached -= BLOCK_TOKENS
-        rows = Rows(context.blocks, context.num_cached, context.next_position)
-        guess = self._layer.first_guess(rows, np.stack(context.unread_taps), tuple(context.unread_ids))
-        context.num_cached += count
-        context.next_position += count
-        context.unread_taps.clear()
-        context.unread_ids.clear()
-        return guess
-
     def _add_context(self, request_id: RequestId) -> _Context:
         if not self._free:  # more requests than run at once: a preempted one starts anew when it comes back
             self.forget(next(iter(self._contexts)))
         context = self._contexts[request_id] = _Context(self._free.pop())
         return context
+
+
+def _read(context: _Context, num_guesses: int) -> Reading:
+    """What the layer is to read behind what it has read; it counts as read from here on."""
+    count = len(context.unread_ids)
+    while context.num_cached + count > WINDOW_BLOCKS * BLOCK_TOKENS:  # the oldest block becomes the last one
+        context.blocks = np.roll(context.blocks, -1)
+        context.num_cached -= BLOCK_TOKENS
+    reading = Reading(
+        context.blocks,
+        context.num_cached,
+        context.next_position,
+        np.stack(context.unread_taps),
+        tuple(context.unread_ids),
+        num_guesses,
+    )
+    context.num_cached += count
+    context.next_position += count
+    context.unread_taps.clear()
+    context.unread_ids.clear()
+    return reading

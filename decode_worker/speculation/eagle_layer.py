@@ -1,110 +1,93 @@
-"""The EAGLE drafter's one layer over a small paged KV pool of its own: rows in, a guess and its state out.
+"""The EAGLE drafter's one layer over a small paged KV pool of its own: rows of the target in, laws of guesses out.
 
     taps of a row, embedding of the token it chose ─ fuse_first ─┐
     own state, embedding of the guess behind it ──── fuse_next ──┴─> one-layer decoder ─> logits, state
 
-The layer is a model of one layer to the engine's runners (native in 8 bits, else torch in float32); the reduced output
-head stands where its embedding would. `drafter_training.eagle_model` is the same in torch. It knows no requests.
+The layer is a model of one layer to the engine's runners; the reduced output head stands where its embedding would.
+Implementations: `native_eagle_layer` (8 bits, one call for all guesses of all requests), `torch_eagle_layer` (float32,
+where the native library was not built). `drafter_training.eagle_model` is the same in training. It knows no requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from decode_worker.speculation.confident_tree import Law
 from decode_worker.speculation.drafter_file import DrafterFile
-from decode_worker.speculation.small_products import BFloat16Rows, FloatArray, fits_blocks, make_product, unit_rms
+from decode_worker.speculation.small_products import FloatArray
 from engine import native_library
 from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
-from engine.step import ModelRunner, StepInput
-from engine.torch_runner import TorchRunner
 from engine.weights.weight_source import RawBlocks
 
 BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Consecutive new tokens of one context: where they lie in the pool, behind `num_cached` tokens of its blocks."""
+class Reading:
+    """Rows of one context that the layer has not read, and how far to guess behind them.
+
+    `blocks` of the context in order of position, the first `num_cached` tokens of them read; `first_position` of the
+    new rows; `taps` [rows, tap layers, hidden]; `token_ids` [rows]: what each row chose.
+    """
 
     blocks: npt.NDArray[np.int32]
     num_cached: int
     first_position: int
+    taps: FloatArray
+    token_ids: Sequence[int]
+    num_guesses: int
 
 
-class EagleLayer:
+class EagleLayer(Protocol):
     """Owns weights and pool. Called from the engine thread."""
 
-    def __init__(
-        self, file: DrafterFile, target: ModelConfig, embedding: torch.Tensor, head: torch.Tensor, num_blocks: int
-    ) -> None:
-        """`embedding` and `head` [vocab, hidden] are the target's."""
-        self.tap_layers = file.tap_layers
-        self.vocabulary: list[int] = file.vocabulary.tolist()
-        self._eps = target.rms_norm_eps
-        self._embedding = BFloat16Rows(embedding)
-        self._fuse_first = make_product(file.tensors["fuse_first.weight"])
-        self._fuse_next = make_product(file.tensors["fuse_next.weight"])
-        config = replace(
-            target,
-            name=f"{target.name}.eagle",
-            num_layers=1,
-            vocab_size=len(self.vocabulary),
-            tie_embeddings=True,
-            attention_bias=False,
-            qk_norm=False,
-            sliding_window=0,
-        )
-        self._runner, self._memory = _open_runner(config, _LayerWeights(config, file, head), num_blocks)
+    tap_layers: tuple[int, ...]
 
-    def first_guess(self, rows: Rows, taps: FloatArray, next_ids: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """Reads rows of the target; gives the logits [draft vocab] behind the last one and the state [hidden]."""
-        states = unit_rms(taps, self._eps).reshape(len(next_ids), -1)
-        return self._forward(rows, self._fuse_first(np.concatenate((states, self._embedded(next_ids)), axis=1)))
+    def guess(self, readings: Sequence[Reading], min_reach: float) -> list[list[Law]]:
+        """For each context the laws behind its last row, each behind the likeliest token of the law before it.
 
-    def next_guess(self, rows: Rows, state: FloatArray, guess: int) -> tuple[FloatArray, FloatArray]:
-        """One row: goes on behind the drafter's own guess (a token of the target)."""
-        own = unit_rms(state[None], self._eps)
-        return self._forward(rows, self._fuse_next(np.concatenate((own, self._embedded((guess,))), axis=1)))
+        Guessing goes on as long as that chain holds with at least `min_reach`. KV of guesses is overwritten by the
+        rows that are read next.
+        """
+        ...
 
-    def close(self) -> None:
-        if not isinstance(self._runner, TorchRunner):
-            self._runner.close()  # type: ignore[attr-defined]
-        self._memory.close()
-
-    def _embedded(self, token_ids: Sequence[int]) -> FloatArray:
-        return unit_rms(self._embedding.rows(token_ids), self._eps)
-
-    def _forward(self, rows: Rows, inputs: FloatArray) -> tuple[FloatArray, FloatArray]:
-        count = len(inputs)
-        places = np.arange(rows.num_cached, rows.num_cached + count)
-        slots = rows.blocks[places // BLOCK_TOKENS].astype(np.int64) * BLOCK_TOKENS + places % BLOCK_TOKENS
-        output = self._runner.forward(
-            StepInput(
-                token_ids=np.zeros(count, np.int32),
-                positions=np.arange(rows.first_position, rows.first_position + count, dtype=np.int32),
-                slots=slots,
-                query_starts=np.array([0, count], np.int32),
-                context_lens=np.array([rows.num_cached + count], np.int32),
-                block_tables=rows.blocks[None],
-                logit_rows=np.array([count - 1], np.int32),
-                tap_layers=(0,),
-                inputs=np.ascontiguousarray(inputs),
-            ),
-            None,
-        )
-        if output.taps is None:
-            raise ValueError("the runner gave no hidden states")
-        return output.logits[0].numpy(), output.taps[0, 0].numpy().copy()
+    def close(self) -> None: ...
 
 
-class _LayerWeights:
+def open_eagle_layer(
+    file: DrafterFile, target: ModelConfig, embedding: torch.Tensor, head: torch.Tensor, num_blocks: int
+) -> EagleLayer:
+    """`embedding` and `head` [vocab, hidden] are the target's."""
+    config = replace(
+        target,
+        name=f"{target.name}.eagle",
+        num_layers=1,
+        vocab_size=len(file.vocabulary),
+        tie_embeddings=True,
+        attention_bias=False,
+        qk_norm=False,
+        sliding_window=0,
+    )
+    weights = LayerWeights(config, file, head)
+    memory = KvMemory(layout_of(config, "float32", BLOCK_TOKENS), num_blocks)
+    # Not at the top: where the library was not built, this file must still import.
+    if native_library.is_available():
+        from decode_worker.speculation.native_eagle_layer import NativeEagleLayer
+
+        return NativeEagleLayer(file, weights, memory, embedding)
+    from decode_worker.speculation.torch_eagle_layer import TorchEagleLayer
+
+    return TorchEagleLayer(file, weights, memory, embedding)
+
+
+class LayerWeights:
     """The layer as a checkpoint of one layer; a `WeightSource`."""
 
     def __init__(self, config: ModelConfig, file: DrafterFile, head: torch.Tensor) -> None:
@@ -138,15 +121,3 @@ class _LayerWeights:
         return None
 
     def close(self) -> None: ...
-
-
-def _open_runner(config: ModelConfig, weights: _LayerWeights, num_blocks: int) -> tuple[ModelRunner, KvMemory]:
-    memory = KvMemory(layout_of(config, "float32", BLOCK_TOKENS), num_blocks)
-    if not native_library.is_available():
-        return TorchRunner(weights, memory), memory
-    # Not at the top: where the library was not built, this file must still import.
-    from engine.native_runner import NativeRunner
-
-    widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    quantization: Literal["int8", "none"] = "int8" if all(map(fits_blocks, widths)) else "none"
-    return NativeRunner(config, weights, memory, dtype="float32", quantization=quantization), memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -58,6 +59,27 @@ def best_num_drafts(acceptance: float, batch_size: int, costs: StepCosts, max_dr
 
     best = max(range(1, max_drafts + 1), key=rate, default=0)
     return best if best and rate(best) > MIN_GAIN * direct else 0
+
+
+def may_pay(batch_size: int, costs: StepCosts, max_drafts: int) -> bool:
+    """Whether in such a batch anything pays at all, were every guess right. If not, nobody need be asked."""
+    return best_num_drafts(1.0, batch_size, costs, max_drafts) > 0
+
+
+def best_cut(confidences: Sequence[float], batch_size: int, costs: StepCosts) -> int:
+    """How many of a draft's tokens to verify, the surest first, when each knows how likely it holds.
+
+    The guesses are made by now: what counts is the tokens of a step over its time, where everyone in the batch brings
+    as many rows. A row that the weights' reading hides is worth little confidence, one that computes is worth much.
+    """
+    best, tokens = 0, 1.0
+    best_rate = 1 / costs.verification_ms(batch_size)
+    for count, confidence in enumerate(confidences, 1):
+        tokens += confidence
+        rate = tokens / costs.verification_ms(batch_size * (count + 1))
+        if rate > best_rate:
+            best, best_rate = count, rate
+    return best
 
 
 class RouteAcceptance:

@@ -21,7 +21,7 @@ from engine.model_config import ModelConfig
 
 
 class MedusaDrafter:
-    """Implements `draft.Drafter` and `draft.ReadsHiddenStates`."""
+    """Implements `draft.Drafter`, `draft.ReadsHiddenStates` and `draft.KnowsConfidence`."""
 
     name = "medusa"
 
@@ -40,7 +40,7 @@ class MedusaDrafter:
         self._vocabulary: list[int] = file.vocabulary.tolist()
         self._eps = target.rms_norm_eps
         self._final_norm: FloatArray = final_norm.float().numpy()
-        self._min_confidence = min_confidence
+        self.min_confidence = min_confidence
         self._max_contexts = max_contexts
         blocks = sorted(name for name in file.tensors if name.startswith("blocks.") and name.endswith(".weight"))
         self._num_heads = len(blocks)
@@ -74,7 +74,7 @@ class MedusaDrafter:
         inner += self._biases[:num_guesses]
         logits = self._head(self._norms[:num_guesses] * (ahead + inner / (1 + np.exp(-inner))))
         laws = [likeliest(row, self._vocabulary) for row in logits]
-        return product_tree(laws, num_drafts, self._min_confidence)
+        return product_tree(laws, num_drafts, self.min_confidence)
 
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)

@@ -6,7 +6,7 @@ float32's bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -49,16 +49,3 @@ def unit_rms(x: FloatArray, eps: float) -> FloatArray:
     squares = np.einsum("...i,...i->...", x, x)
     scaled: FloatArray = x / np.sqrt(squares / np.float32(x.shape[-1]) + np.float32(eps))[..., None]
     return scaled
-
-
-class BFloat16Rows:
-    """A matrix kept in bfloat16 whose rows are read as float32, without torch: between two steps of the target every
-    line of code is cold, and torch's dispatcher is many of them (0.27 ms for a row against 0.05 ms)."""
-
-    def __init__(self, matrix: torch.Tensor) -> None:
-        self._bits: npt.NDArray[np.uint16] = matrix.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()
-
-    def rows(self, index: Sequence[int]) -> FloatArray:
-        bits = self._bits[list(index)].astype(np.uint32)
-        bits <<= 16
-        return bits.view(np.float32)

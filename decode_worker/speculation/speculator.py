@@ -14,10 +14,24 @@ import numpy.typing as npt
 from cluster.errors import InvalidRequest, shown
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
-from decode_worker.speculation.draft import Drafter, FollowsSampling, ReadsHiddenStates
-from decode_worker.speculation.gate import GateState, RouteAcceptance, StepCosts, after_step, num_drafts_now
+from decode_worker.speculation.draft import (
+    Drafter,
+    FollowsSampling,
+    GuessesTogether,
+    KnowsConfidence,
+    ReadsHiddenStates,
+)
+from decode_worker.speculation.gate import (
+    GateState,
+    RouteAcceptance,
+    StepCosts,
+    after_step,
+    best_cut,
+    may_pay,
+    num_drafts_now,
+)
 from engine.draft import NO_DRAFT, Draft
-from engine.drafting import NoDraftReason
+from engine.drafting import DraftWish, NoDraftReason
 from engine.request import EngineRequest
 
 OFF = "off"
@@ -64,6 +78,7 @@ class DraftingSpeculator:
             for name, drafter in drafters.items()
             if isinstance(drafter, ReadsHiddenStates)
         }
+        self._confident = {name for name, drafter in drafters.items() if isinstance(drafter, KnowsConfidence)}
         self._verifies_trees = verifies_trees
         self._default = self._drafters[default_drafter]
         self._max_drafts = max_drafts
@@ -74,6 +89,7 @@ class DraftingSpeculator:
         self._num_proposed_at = [0] * max_drafts
         self._num_accepted_at = [0] * max_drafts
         self._num_without = dict.fromkeys(NoDraftReason, 0)
+        self._resting: set[str] = set()  # drafters that cannot pay in a batch as large as the last one
 
     def check(self, params: SamplingParams) -> None:
         if params.speculation in (*AUTO, OFF) or params.speculation in self._drafters:
@@ -84,36 +100,68 @@ class DraftingSpeculator:
             param="speculation",
         )
 
-    def propose(
-        self, request: EngineRequest, token_ids: npt.NDArray[np.int32], max_drafts: int, batch_size: int
-    ) -> Draft:
-        params = request.sampling
+    def propose(self, wishes: Sequence[DraftWish], batch_size: int) -> list[Draft]:
+        drafts = [NO_DRAFT] * len(wishes)
+        asked: dict[str, list[tuple[int, int]]] = {}
+        self._resting = {name for name in self._drafters if not self._may_pay(name, batch_size)}
+        for index, wish in enumerate(wishes):
+            if num_drafts := self._num_drafts(wish, batch_size):
+                asked.setdefault(self._drafter_of(wish.request).name, []).append((index, num_drafts))
+        for name, some in asked.items():
+            wanted = [(wishes[index].request.request_id, num_drafts) for index, num_drafts in some]
+            proposed = _propose_all(self._drafters[name], wanted)
+            for (index, _), (request_id, _), draft in zip(some, wanted, proposed, strict=True):
+                drafts[index] = self._worth_verifying(self._records[request_id], draft, batch_size)
+        return drafts
+
+    def _may_pay(self, name: str, batch_size: int) -> bool:
+        costs = self._costs_of[name]
+        return costs is None or may_pay(batch_size, costs, self._max_drafts)
+
+    def _drafter_of(self, request: EngineRequest) -> Drafter:
+        return self._drafters.get(request.sampling.speculation, self._default)
+
+    def _num_drafts(self, wish: DraftWish, batch_size: int) -> int:
+        """How many guesses to ask for, its drafter being told what it missed; a reason is counted for none."""
+        request, params = wish.request, wish.request.sampling
         if params.speculation == OFF:
             self.no_draft(NoDraftReason.OFF)
-            return NO_DRAFT
-        num_drafts = min(max_drafts, self._max_drafts, params.num_drafts or self._max_drafts)
+            return 0
+        if self._drafter_of(request).name in self._resting:
+            self.no_draft(NoDraftReason.DOES_NOT_PAY)
+            return 0
+        most = num_drafts = min(wish.max_drafts, self._max_drafts, params.num_drafts or self._max_drafts)
         record = self._record(request)
         if record.costs is not None:
-            num_drafts, record.gate = num_drafts_now(record.gate, batch_size, record.costs, num_drafts)
+            num_drafts, record.gate = num_drafts_now(record.gate, batch_size, record.costs, most)
         if num_drafts == 0:
             self.no_draft(NoDraftReason.DOES_NOT_PAY)
-            return NO_DRAFT
-        self._catch_up(record, request.request_id, token_ids)
-        draft = record.drafter.propose(request.request_id, num_drafts)
+            return 0
+        self._catch_up(record, request.request_id, wish.token_ids)
+        return most if record.drafter.name in self._confident else num_drafts
+
+    def _worth_verifying(self, record: _Record, draft: Draft, batch_size: int) -> Draft:
         if not self._verifies_trees:
             draft = draft.first_chain()
         if not draft:
             self.no_draft(NoDraftReason.NO_MATCH)
+        elif draft.confidences and record.costs is not None:
+            draft = draft.first(best_cut(draft.confidences, batch_size, record.costs))
+            if not draft:  # guessing took its time all the same: where it goes on like this, it is to rest
+                record.gate = after_step(record.gate, 1, 0)
+                self.no_draft(NoDraftReason.DOES_NOT_PAY)
         return draft
 
     def sampled(
         self, request: EngineRequest, position: int, token_ids: Sequence[int], taps: npt.NDArray[np.float32]
     ) -> None:
-        if request.sampling.speculation == OFF:
+        drafter = self._drafter_of(request)
+        # One that rests starts anew with the rows that come once guessing may pay again.
+        if request.sampling.speculation == OFF or drafter.name in self._resting:
             return
-        drafter = self._record(request).drafter
-        if isinstance(drafter, ReadsHiddenStates):
-            drafter.sampled(request.request_id, position, token_ids, taps[:, self._taps_of[drafter.name]])
+        columns = self._taps_of.get(drafter.name)
+        if columns is not None and isinstance(drafter, ReadsHiddenStates):
+            drafter.sampled(request.request_id, position, token_ids, taps[:, columns])
 
     def no_draft(self, reason: NoDraftReason) -> None:
         self._num_without[reason] += 1
@@ -152,7 +200,7 @@ class DraftingSpeculator:
     def _record(self, request: EngineRequest) -> _Record:
         record = self._records.get(request.request_id)
         if record is None:
-            drafter = self._drafters.get(request.sampling.speculation, self._default)
+            drafter = self._drafter_of(request)
             start = GateState(self._routes.of(drafter.name, request.scope_key))
             record = _Record(drafter, self._costs_of[drafter.name], request.scope_key, gate=start)
             if isinstance(drafter, FollowsSampling):
@@ -169,6 +217,12 @@ class DraftingSpeculator:
         else:
             record.drafter.extend(request_id, fresh)
         record.num_read = len(token_ids)
+
+
+def _propose_all(drafter: Drafter, wanted: Sequence[tuple[RequestId, int]]) -> list[Draft]:
+    if isinstance(drafter, GuessesTogether):
+        return drafter.propose_all(wanted)
+    return [drafter.propose(request_id, num_drafts) for request_id, num_drafts in wanted]
 
 
 def _all_taps(drafters: Mapping[str, Drafter]) -> tuple[int, ...]:

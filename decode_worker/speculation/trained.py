@@ -14,7 +14,7 @@ from cluster.model_files import resolve_model, served_name
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.drafter_file import DrafterKind, find_drafter, read_drafter
 from decode_worker.speculation.eagle import BLOCKS_PER_CONTEXT, EagleDrafter
-from decode_worker.speculation.eagle_layer import EagleLayer
+from decode_worker.speculation.eagle_layer import open_eagle_layer
 from decode_worker.speculation.medusa import MedusaDrafter
 from engine.model_config import ModelConfig
 from engine.model_loader import open_weights
@@ -35,7 +35,7 @@ def open_trained(kind: DrafterKind, settings: WorkerSettings, target: ModelConfi
         max_contexts = 2 * settings.max_sequences
         if kind == "medusa":
             return MedusaDrafter(file, target, head, weights.tensor("model.norm.weight"), max_contexts)
-        layer = EagleLayer(file, target, embedding, head, max_contexts * BLOCKS_PER_CONTEXT)
+        layer = open_eagle_layer(file, target, embedding, head, max_contexts * BLOCKS_PER_CONTEXT)
         return EagleDrafter(layer, max_contexts)
     finally:
         weights.close()

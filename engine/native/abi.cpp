@@ -9,11 +9,16 @@
 
 #include "cpu_features.h"
 #include "decoder.h"
+#include "draft_chain.h"
 #include "filtering.h"
 #include "tandem_native.h"
 
 struct TandemModel {
     tandem::Decoder decoder;
+};
+
+struct TandemDrafter {
+    tandem::DraftChain chain;
 };
 
 struct TandemMatrix {
@@ -98,6 +103,20 @@ int32_t tandem_model_memory(const TandemModel* model, int32_t index, uint64_t* a
 int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* logits, int64_t logits_stride,
                              float* hidden, TandemLayerCallback layer_done) {
     return guarded([&] { model->decoder.forward(*step, logits, (size_t)logits_stride, hidden, layer_done); });
+}
+
+TandemDrafter* tandem_drafter_create(TandemModel* layer, const TandemDraftSpec* spec) {
+    TandemDrafter* drafter = nullptr;
+    guarded([&] {
+        drafter = new TandemDrafter{tandem::DraftChain(layer->decoder, *spec, kernels_for(layer->decoder.isa()))};
+    });
+    return drafter;
+}
+
+void tandem_drafter_destroy(TandemDrafter* drafter) { delete drafter; }
+
+int32_t tandem_drafter_propose(TandemDrafter* drafter, const TandemDraftBatch* batch, const TandemDraftLaws* laws) {
+    return guarded([&] { drafter->chain.propose(*batch, *laws); });
 }
 
 TandemMatrix* tandem_matrix_create(const char* isa, int32_t rows, int32_t columns, int32_t source, int32_t format,

@@ -45,6 +45,8 @@ class Decoder {
                  TandemLayerCallback layer_done);
 
     const char* isa() const { return kernels_.name; }
+    int hidden_size() const { return spec_.hidden_size; }
+    int vocab_size() const { return spec_.vocab_size; }
     const Arena& arena() const { return arena_; }
     void status(TandemModelStatus* status) const;
 

@@ -120,6 +120,43 @@ TANDEM_API int32_t tandem_model_memory(const TandemModel* model, int32_t index, 
 TANDEM_API int32_t tandem_model_forward(TandemModel* model, const TandemStep* step, float* logits, int64_t logits_stride,
                              float* hidden, TandemLayerCallback layer_done);
 
+/* A drafter of one decoder layer: a TandemModel of one layer whose vocabulary is the drafter's, and what stands around
+ * it (draft_chain.h). The model must live longer and must not be used during a call. `embedding` stays the caller's. */
+typedef struct TandemDrafter TandemDrafter;
+typedef struct {
+    int32_t hidden_size, num_taps, draft_vocab_size, target_vocab_size, block_tokens, width;
+    int32_t format;             /* TandemNumberFormat of fuse_first and fuse_next as kept */
+    float rms_norm_eps;
+    const uint16_t* embedding;  /* [target_vocab_size, hidden_size] bfloat16 */
+    const int32_t* vocabulary;  /* [draft_vocab_size]: the target's ids */
+    const float* fuse_first;    /* [hidden_size, (num_taps + 1) * hidden_size] */
+    const float* fuse_next;     /* [hidden_size, 2 * hidden_size] */
+} TandemDraftSpec;
+
+/* B sequences, each with rows of the target to read behind `num_cached` tokens of its blocks. A sequence goes on
+ * guessing up to `num_guesses`, as long as the chain of its likeliest tokens holds with `min_reach`. */
+typedef struct {
+    const int32_t* row_starts;      /* [B + 1] */
+    const float* taps;              /* [rows, num_taps, hidden_size] */
+    const int32_t* token_ids;       /* [rows]: what each row chose */
+    const int32_t* block_tables;    /* [B, table_width] */
+    const int32_t* num_cached;      /* [B] */
+    const int32_t* first_positions; /* [B] */
+    const int32_t* num_guesses;     /* [B], at most max_levels */
+    int32_t num_sequences, table_width, max_levels;
+    float min_reach;
+} TandemDraftBatch;
+
+typedef struct {
+    int32_t* token_ids;    /* [B, max_levels, width], the likeliest first */
+    float* probabilities;  /* [B, max_levels, width] */
+    int32_t* num_levels;   /* [B]: how many of them were written */
+} TandemDraftLaws;
+
+TANDEM_API TandemDrafter* tandem_drafter_create(TandemModel* layer, const TandemDraftSpec* spec);
+TANDEM_API void tandem_drafter_destroy(TandemDrafter* drafter);
+TANDEM_API int32_t tandem_drafter_propose(TandemDrafter* drafter, const TandemDraftBatch* batch, const TandemDraftLaws* laws);
+
 /* One matrix by itself, for tests and benchmarks: packed from `rows` x `columns` of `source` into `format`. NULL on
  * failure. multiply: out [num_rows, out_stride] = x [num_rows, columns] * W^T, on the calling thread; out_stride is at
  * least `rows` rounded up to 16. */

@@ -523,5 +523,5 @@ def test_an_accepted_run(drafts: list[int], target: list[int], failed: set[int],
 def test_step_costs_are_measured_on_the_runner() -> None:
     ticks = iter(range(1000))
     costs = measure_step_costs(HashRunner(2, 4), 2, 4, clock=lambda: float(next(ticks)))
-    assert costs.rows == (1, 2, 4, 8)
-    assert costs.step_ms == (1000.0,) * 4
+    assert costs.rows == (1, 2, 3, 4, 5, 6, 8)
+    assert costs.step_ms == (1000.0,) * 7

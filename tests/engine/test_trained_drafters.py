@@ -12,7 +12,7 @@ import torch
 from cluster.sampling_params import SamplingParams
 from decode_worker.speculation.draft import Drafter
 from decode_worker.speculation.eagle import BLOCKS_PER_CONTEXT, EagleDrafter
-from decode_worker.speculation.eagle_layer import EagleLayer
+from decode_worker.speculation.eagle_layer import open_eagle_layer
 from decode_worker.speculation.medusa import MedusaDrafter
 from decode_worker.speculation.speculator import DraftingSpeculator
 from engine.block_pool import BlockPool
@@ -44,7 +44,7 @@ KINDS: list[dict[str, Any]] = [
 def junk_eagle() -> Drafter:
     """Random weights, and the embedding as head: it guesses something at every step."""
     file = eagle_file(random_eagle(SMALL_LLAMA, TAPS), TAPS, 96)
-    layer = EagleLayer(file, SMALL_LLAMA, EMBEDDING, EMBEDDING, NUM_CONTEXTS * BLOCKS_PER_CONTEXT)
+    layer = open_eagle_layer(file, SMALL_LLAMA, EMBEDDING, EMBEDDING, NUM_CONTEXTS * BLOCKS_PER_CONTEXT)
     return EagleDrafter(layer, NUM_CONTEXTS, min_confidence=0.0, min_reach=0.0)
 
 
