@@ -223,6 +223,41 @@ def test_s30_after_full_acceptance_the_draft_model_has_read_what_the_target_has(
     drafter.forget(request_id)
 
 
+def test_the_draft_model_reads_its_weights_once_for_all_requests() -> None:
+    """Prompts of different lengths, one of them longer than a step, and a pool that not all fit into at once."""
+    prompts = [prompt(5, 1), prompt(300, 2), prompt(9, 3)]
+    params = [SamplingParams(max_tokens=40, seed=seed) for seed in range(3)]
+    answers = [expected_tokens(*pair) for pair in zip(prompts, params, strict=True)]
+    for num_blocks, num_steps in ((100, 6), (78, 9)):
+        runner = HashRunner(num_blocks, 4)
+        drafter = DraftModelDrafter(runner, num_blocks, 4, 512)
+        for index, tokens in enumerate(prompts):
+            drafter.starts(RequestId(f"r{index}"), params[index], len(tokens))
+            drafter.begin(RequestId(f"r{index}"), tokens)
+        drafts = drafter.propose_all([(RequestId(f"r{index}"), 4) for index in range(3)])
+        assert [list(draft.token_ids) for draft in drafts] == [answer[:4] for answer in answers]
+        assert len(runner.batch_sizes) <= num_steps, "one after the other it would be 13"
+
+
+def test_a_drafter_that_cannot_pay_in_so_large_a_batch_is_not_asked() -> None:
+    """And no hidden state is kept for it: at 16 streams the gate costs one look at its table in a step."""
+    prompts, sampling = [prompt(5, index) for index in range(8)], [SamplingParams(max_tokens=30, **GREEDY)] * 8
+
+    class Counting(NgramDrafter):
+        num_calls = 0
+
+        def begin(self, request_id: RequestId, token_ids: Sequence[int]) -> None:
+            self.num_calls += 1
+            super().begin(request_id, token_ids)
+
+    drafter = Counting(min_ngram=1)
+    gated = speculator(drafter, StepCosts((1, 8, 16), (1.0, 8.0, 16.0), 0.01))
+    with EngineBench(speculator=gated) as bench:
+        assert bench.run(prompts, sampling) == [expected_tokens(*pair) for pair in zip(prompts, sampling, strict=True)]
+    assert drafter.num_calls == 0
+    assert gated.counters()["speculation_no_draft_does_not_pay"] > 200
+
+
 def test_s26_the_draft_model_stops_at_its_own_context() -> None:
     request_id, params = RequestId("r0"), SamplingParams(max_tokens=40, **GREEDY)
     drafter = DraftModelDrafter(HashRunner(16, 4), 16, 4, 12)

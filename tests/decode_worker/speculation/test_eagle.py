@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.errors import EngineFailure
 from cluster.identity import RequestId
 from decode_worker.speculation.eagle import (
     BLOCKS_PER_CONTEXT,
@@ -222,3 +223,50 @@ def test_target_with_biases_and_an_untied_head_gets_a_plain_layer(backend: str) 
     taps, next_ids = rows(3)
     eagle.sampled(R1, 0, next_ids, taps)
     assert len(eagle.propose(R1, 2)) == 2
+
+
+def test_requests_that_guess_together_guess_what_each_would_alone(backend: str) -> None:
+    """Different numbers of rows, cached tokens and guesses in one call; one has nothing new, one was never seen."""
+    together, alone = drafter(max_contexts=4), drafter(max_contexts=4)
+    unseen = RequestId("unseen")
+    for turn in range(4):
+        for place, request_id in enumerate((R1, R2, R3)):
+            count = 1 + (turn + 2 * place) % 5
+            taps, next_ids = rows(count, seed=10 * turn + place)
+            for eagle in (together, alone):
+                position = 0 if eagle._contexts.get(request_id) is None else eagle._contexts[request_id].target_position
+                eagle.sampled(request_id, position, next_ids, taps)
+        wanted = [(R1, 4), (R2, 1), (R3, 7)]
+        drafts = together.propose_all([*wanted, (unseen, 3)])
+        assert drafts == [*(alone.propose(request_id, count) for request_id, count in wanted), Draft()]
+        assert [len(draft) for draft in drafts] == [4, 1, 7, 0]
+        assert together.propose_all(wanted) == [Draft()] * 3, "no new rows, no guess"
+
+
+def test_confidences_fall_and_are_those_of_each_branch(backend: str) -> None:
+    taps, next_ids = rows(6)
+    eagle = drafter()
+    eagle.sampled(R1, 0, next_ids, taps)
+    draft = eagle.propose(R1, 9)
+    assert len(draft.confidences) == len(draft) == 9
+    assert list(draft.confidences) == sorted(draft.confidences, reverse=True)
+    for confidence, parent in zip(draft.confidences, draft.parents, strict=True):
+        assert 0 < confidence <= (1.0 if parent < 0 else draft.confidences[parent])
+    assert draft.first(3).confidences == draft.confidences[:3]
+    assert len(draft.first_chain().confidences) == len(draft.first_chain())
+
+
+def test_native_code_refuses_what_points_outside() -> None:
+    layer = open_eagle_layer(FILE, CONFIG, EMBEDDING, HEAD, BLOCKS_PER_CONTEXT)
+    taps, next_ids = rows(2)
+    blocks = np.arange(BLOCKS_PER_CONTEXT, dtype=np.int32)
+    for reading, message in (
+        (Reading(blocks, 0, 0, taps, [next_ids[0], CONFIG.vocab_size], 1), "token id is outside"),
+        (Reading(blocks, len(blocks) * BLOCK_TOKENS - 2, 0, taps, next_ids, 2), "longer than its block table"),
+        (Reading(blocks + 1, 17 * BLOCK_TOKENS, 0, taps, next_ids, 1), "outside the KV pool"),
+        (Reading(blocks, 0, -1, taps, next_ids, 1), "position is negative"),
+    ):
+        with pytest.raises(EngineFailure, match=message):
+            layer.guess([reading], 0.0)
+    assert layer.guess([], 0.0) == []
+    layer.close()

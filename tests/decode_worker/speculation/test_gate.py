@@ -14,8 +14,10 @@ from decode_worker.speculation.gate import (
     RouteAcceptance,
     StepCosts,
     after_step,
+    best_cut,
     best_num_drafts,
     expected_tokens,
+    may_pay,
     num_drafts_now,
 )
 
@@ -97,3 +99,32 @@ def test_tenants_do_not_pile_up() -> None:
         routes.saw("ngram", b"busy", 4, 0)
     assert routes.of("ngram", b"0") == INITIAL_ACCEPTANCE
     assert routes.of("ngram", b"busy") < INITIAL_ACCEPTANCE
+
+
+# Rows up to the fourth are hidden behind the weights' reading, those behind it compute.
+KINKED = StepCosts((1, 2, 3, 4, 5, 6, 8, 16), (10.0, 10.0, 10.1, 10.2, 11.4, 12.5, 14.5, 24.0), draft_ms=0.2)
+
+
+@pytest.mark.parametrize(
+    ("confidences", "batch_size", "num_kept"),
+    [
+        ((0.6, 0.4, 0.3, 0.3), 1, 4),  # four rows are free, the fifth is worth a third of a token
+        ((0.6, 0.4, 0.3, 0.15), 1, 3),  # not this little
+        ((0.04, 0.03, 0.02), 1, 3),
+        ((0.001,), 1, 1),  # a second row costs nothing
+        ((0.6, 0.4, 0.3), 8, 0),  # every row computes: 24 ms for 1.6 tokens where 14.5 give one
+        ((0.9, 0.4), 4, 1),  # 8 rows give 1.9 tokens, 12 rows 2.3
+        ((), 1, 0),
+    ],
+)
+def test_a_draft_loses_the_rows_that_cost_more_than_they_bring(
+    confidences: tuple[float, ...], batch_size: int, num_kept: int
+) -> None:
+    assert best_cut(confidences, batch_size, KINKED) == num_kept
+
+
+def test_where_even_right_guesses_do_not_pay_nobody_is_asked() -> None:
+    assert may_pay(1, KINKED, 4)
+    assert may_pay(4, KINKED, 4)
+    assert not may_pay(16, KINKED, 4)
+    assert not may_pay(1, STEEP, 8)
