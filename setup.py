@@ -1,7 +1,7 @@
-"""Builds the native CPU library with the package; everything else is in pyproject.toml.
+"""Builds the native libraries with the package; everything else is in pyproject.toml.
 
-The library has no Python ABI, so one wheel of a platform serves every Python. Without a C++ compiler the install goes
-on and says so: workers then run the torch backend.
+They have no Python ABI, so one wheel of a platform serves every Python. Without a C++ compiler the install goes on and
+says so: workers then run the torch backend, and KV frames are copied by Python.
 """
 
 from __future__ import annotations
@@ -16,25 +16,34 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # an isolated build does not have the source tree on its path
 
-from engine.native.build import LIBRARY_NAME, SOURCE_DIR, BuildError, build  # noqa: E402
+import engine.native.build  # noqa: E402
+import kv_transfer.native.build  # noqa: E402
+from cluster.compiler import BuildError  # noqa: E402
+
+NATIVE_PACKAGES = (engine.native.build, kv_transfer.native.build)
 
 
-class BuildWithNativeLibrary(build_py):
-    """`build_py` that puts the library beside its sources: in the tree when editable, else in the wheel."""
+class BuildWithNativeLibraries(build_py):
+    """`build_py` that puts each library beside its sources: in the tree when editable, else in the wheel."""
 
     def run(self) -> None:
         super().run()
-        in_wheel = Path(self.build_lib) / SOURCE_DIR.relative_to(ROOT)
-        try:
-            library = build(SOURCE_DIR if self.editable_mode else in_wheel)
-        except BuildError as error:
-            self.warn(f"the native CPU library is not built, the torch backend will be used: {error}")
-            return
-        self.announce(f"built {library}", level=2)
+        for package in NATIVE_PACKAGES:
+            in_wheel = Path(self.build_lib) / package.SOURCE_DIR.relative_to(ROOT)
+            try:
+                library = package.build(package.SOURCE_DIR if self.editable_mode else in_wheel)
+            except BuildError as error:
+                self.warn(f"{package.LIBRARY_NAME} is not built, what stands in for it is slower: {error}")
+                continue
+            self.announce(f"built {library}", level=2)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        library = Path(self.build_lib) / SOURCE_DIR.relative_to(ROOT) / LIBRARY_NAME
-        return [*super().get_outputs(include_bytecode), *([str(library)] if library.is_file() else [])]
+        libraries = [
+            Path(self.build_lib) / package.SOURCE_DIR.relative_to(ROOT) / package.LIBRARY_NAME
+            for package in NATIVE_PACKAGES
+        ]
+        built = [str(library) for library in libraries if library.is_file()]
+        return [*super().get_outputs(include_bytecode), *built]
 
 
 class NativeDistribution(Distribution):
@@ -51,4 +60,4 @@ class AnyPythonWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-setup(distclass=NativeDistribution, cmdclass={"build_py": BuildWithNativeLibrary, "bdist_wheel": AnyPythonWheel})
+setup(distclass=NativeDistribution, cmdclass={"build_py": BuildWithNativeLibraries, "bdist_wheel": AnyPythonWheel})

@@ -4,8 +4,8 @@
 
 Sender and receiver are two processes. A round moves `ROUND_BYTES` in frames of one group each: gathered from blocks
 that lie scattered in the sender's pool, digested, sent, landed in scattered blocks, digested again and compared. Shown
-is the median of the rounds but the first. memcpy copies the same runs between two pools of this process on one thread:
-what one copy without any check could reach.
+is the median of the rounds after every page was touched. Before each round the sending thread copies as many runs
+between two pools of its own (memcpy: what one copy without any check could reach), and reads as many for a digest.
 
 On a machine that is not one's own the wall clock shows the neighbours. So the CPU time of each side is shown beside it:
 both sides work at once, so the slower one bounds what a quiet machine with two free cores moves.
@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import functools
-import itertools
 import multiprocessing
 import multiprocessing.connection
 import secrets
@@ -24,9 +22,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.machine import describe_machine
 from cluster.identity import TransferId
@@ -34,13 +33,16 @@ from cluster.kv_layout import KvLayout
 from engine.kv_memory import KvMemory
 from kv_transfer.endpoints import ReceivingEnds
 from kv_transfer.frame import digest_of
-from kv_transfer.transport import FrameHeader
+from kv_transfer.transport import NO_DIGEST, FrameHeader
 from kv_transfer.transports.connection_gate import NONCE_BYTES
 from kv_transfer.transports.registry import SENDERS
 
-POOL_BYTES = 64 * 2**20  # more than a core's share of the last cache
-ROUND_BYTES = 128 * 2**20
-NUM_ROUNDS = 5
+POOL_BYTES = 128 * 2**20  # more than the last cache
+# Short rounds and many of them, so that the median is one that no neighbour broke into. Each takes another part of the
+# pool, and what goes before it in turn yet another: nothing is read that a cache still has.
+ROUND_BYTES = 16 * 2**20
+NUM_PARTS = POOL_BYTES // ROUND_BYTES
+NUM_ROUNDS = 40
 ROUND_TIMEOUT_S = 60.0
 GROUP_BYTES = (64 * 1024, 256 * 1024, 1024 * 1024)
 BLOCK_TOKENS = (16, 64)
@@ -76,15 +78,39 @@ class Case:
     def num_blocks(self) -> int:
         return POOL_BYTES // self.layout.block_bytes
 
-    def blocks_of(self, seq: int) -> list[int]:
-        """Blocks of one frame: spread over the pool, none twice. Each round has the same."""
-        return _blocks(self, seq % self.frames_per_round)
+    def parts(self) -> list[list[FramePlace]]:
+        """The pool's frames, part by part: spread over the pool, every cell once."""
+        size, num_layers = self.blocks_per_frame, self.layout.num_layers
+        blocks = [index * 7919 % self.num_blocks for index in range(self.num_blocks)]
+        frames = [
+            FramePlace(layer, blocks[first : first + size])
+            for first in range(0, len(blocks), size)
+            for layer in range(num_layers)
+        ]
+        return [frames[number::NUM_PARTS] for number in range(NUM_PARTS)]
 
 
-@functools.cache  # the first round, which does not count, works them out
-def _blocks(case: Case, frame: int) -> list[int]:
-    first = frame * case.blocks_per_frame
-    return [(first + index) * 7919 % case.num_blocks for index in range(case.blocks_per_frame)]
+class FramePlace(NamedTuple):
+    layer: int
+    blocks: list[int]
+
+
+class Spent(NamedTuple):
+    wall_s: float
+    cpu_s: float  # of this thread
+
+
+class Clocks(NamedTuple):
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Clocks:
+        return cls(time.perf_counter(), time.thread_time())
+
+    def spent(self) -> Spent:
+        now = Clocks.now()
+        return Spent(now.wall_s - self.wall_s, now.cpu_s - self.cpu_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +134,73 @@ class CountingSink:
     """Implements `FrameSink` over a pool: every frame may land, and must be right."""
 
     def __init__(self, case: Case, memory: KvMemory) -> None:
-        self.arrivals: list[float] = []
-        self.cpu_s: list[float] = []  # of the receiving thread, at each arrival
+        self.rounds: list[Spent] = []
         self.is_done = threading.Event()
-        self._case, self._memory = case, memory
+        self._parts = case.parts()
+        self._memory = memory
+        self._begun = Clocks.now()
+        self._num_arrived = 0
 
-    def open_frame(self, header: FrameHeader) -> list[memoryview]:
-        return self._memory.runs(self._case.blocks_of(header.seq), header.first_layer, 1)
+    def open_frame(self, header: FrameHeader) -> Sequence[memoryview]:
+        number, index = divmod(header.seq, len(self._parts[0]))
+        if index == 0:
+            self._begun = Clocks.now()
+        place = self._parts[number % NUM_PARTS][index]
+        return self._memory.runs(place.blocks, place.layer, 1)
 
     def close_frame(self, header: FrameHeader, arrived_digest: bytes | None) -> None:
         if arrived_digest != header.digest:
             raise RuntimeError(f"frame {header.seq} arrived wrong")
-        self.arrivals.append(time.perf_counter())
-        self.cpu_s.append(time.thread_time())
-        if len(self.arrivals) == NUM_ROUNDS * self._case.frames_per_round:
-            self.is_done.set()
+        self._num_arrived += 1
+        if self._num_arrived % len(self._parts[0]) == 0:
+            self.rounds.append(self._begun.spent())
+            if len(self.rounds) == NUM_ROUNDS:
+                self.is_done.set()
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """The sender's process ends when it is done."""
 
 
 def send(case: Case, address: str, nonce: bytes, control: multiprocessing.connection.Connection) -> None:
-    """The sending process."""
-    memory = filled_pool(case)
+    """The sending process. In turns: a round of memcpy, a round of reading for a digest, a round of frames."""
+    memory, target = filled_pool(case), filled_pool(case)
     sender = SENDERS[case.transport](address, nonce, 0)
-    control.send("ready")
-    control.recv()
-    cpu_s, ticket = [time.thread_time()], None
-    for seq in range(NUM_ROUNDS * case.frames_per_round):
-        layer = seq % case.layout.num_layers
-        payload = memory.runs(case.blocks_of(seq), layer, 1)
-        digest = digest_of(payload)
-        header = FrameHeader(TRANSFER, 1, 0, seq, layer, 1, 0, case.blocks_per_frame, case.frame_bytes, digest)
-        ticket = sender.push(header, payload)
-        if (seq + 1) % case.frames_per_round == 0:
-            cpu_s.append(time.thread_time())
-    while ticket is not None and not ticket.done:
-        sender.poll()
-    control.send(cpu_s)
+    parts = case.parts()
+    rounds = []
+    for number in range(NUM_ROUNDS):
+        copied = copy_part(parts[(number + 3) % NUM_PARTS], memory, target)
+        digested = digest_part(parts[(number + 6) % NUM_PARTS], memory)
+        begun = Clocks.now()
+        for index, (layer, blocks) in enumerate(parts[number % NUM_PARTS]):
+            payload = memory.runs(blocks, layer, 1)
+            seq = number * len(parts[0]) + index
+            header = FrameHeader(TRANSFER, 1, 0, seq, layer, 1, 0, len(blocks), case.frame_bytes, NO_DIGEST)
+            ticket = sender.push(header, payload)
+        while not ticket.done:
+            sender.poll()
+        rounds.append((copied, digested, begun.spent()))
+    control.send(rounds)
     control.recv()
     sender.close()
+
+
+def copy_part(part: Sequence[FramePlace], source: KvMemory, target: KvMemory) -> Spent:
+    pairs = [
+        pair
+        for layer, blocks in part
+        for pair in zip(source.runs(blocks, layer, 1), target.runs(blocks, layer, 1), strict=True)
+    ]
+    begun = Clocks.now()
+    for here, there in pairs:
+        there[:] = here
+    return begun.spent()
+
+
+def digest_part(part: Sequence[FramePlace], memory: KvMemory) -> Spent:
+    runs = [run for layer, blocks in part for run in memory.runs(blocks, layer, 1)]
+    begun = Clocks.now()
+    digest_of(runs)
+    return begun.spent()
 
 
 def measure(case: Case) -> Result:
@@ -164,12 +217,9 @@ def measure(case: Case) -> Result:
         process = context.Process(target=send, args=(case, ends.offers()[0].address, nonce, there))
         process.start()
         try:
-            here.recv()
-            memcpy_gb_per_s, digest_gb_per_s = floor_speeds(case)
-            here.send("go")
             if not sink.is_done.wait(ROUND_TIMEOUT_S):
                 raise TimeoutError(f"{case} did not finish")
-            send_cpu_s = here.recv()
+            copied, digested, sent = zip(*here.recv(), strict=True)
             here.send("end")
         finally:
             process.join(10)
@@ -177,47 +227,23 @@ def measure(case: Case) -> Result:
     memory.close()
     return Result(
         case,
-        median_speed(at_round_ends(case, sink.arrivals)),
-        median_speed(send_cpu_s[1:]),
-        median_speed(at_round_ends(case, sink.cpu_s)),
-        memcpy_gb_per_s,
-        digest_gb_per_s,
+        speed_of(spent.wall_s for spent in sink.rounds),
+        speed_of(spent.cpu_s for spent in sent),
+        speed_of(spent.cpu_s for spent in sink.rounds),
+        speed_of(spent.cpu_s for spent in copied),
+        speed_of(spent.cpu_s for spent in digested),
     )
 
 
-def at_round_ends(case: Case, at_arrivals: Sequence[float]) -> list[float]:
-    size = case.frames_per_round
-    return [at_arrivals[(number + 1) * size - 1] for number in range(NUM_ROUNDS)]
-
-
-def median_speed(round_ends_s: Sequence[float]) -> float:
-    """GB/s of the rounds but the first, which maps pages and fills queues."""
-    return statistics.median(ROUND_BYTES / (end - start) / 1e9 for start, end in itertools.pairwise(round_ends_s))
+def speed_of(rounds_s: Iterable[float]) -> float:
+    """GB/s: the median of the rounds but the first ones, which map pages and fill queues."""
+    return statistics.median(ROUND_BYTES / seconds / 1e9 for seconds in list(rounds_s)[NUM_PARTS:])
 
 
 def filled_pool(case: Case) -> KvMemory:
     memory = KvMemory(case.layout, case.num_blocks)
     memory.tensor.view(-1).fill_(1.5)
     return memory
-
-
-def floor_speeds(case: Case) -> tuple[float, float]:
-    """GB/s by CPU time on one thread: of memcpy of the same runs from pool to pool, and of their digest alone."""
-    source, target = filled_pool(case), filled_pool(case)
-    frames = [(case.blocks_of(seq), seq % case.layout.num_layers, 1) for seq in range(case.frames_per_round)]
-    pairs = [(source.runs(*frame), target.runs(*frame)) for frame in frames]
-    copied = [time.thread_time()]
-    for _ in range(NUM_ROUNDS):
-        for here, there in pairs:
-            for from_run, to_run in zip(here, there, strict=True):
-                to_run[:] = from_run
-        copied.append(time.thread_time())
-    digested = [time.thread_time()]
-    for _ in range(NUM_ROUNDS):
-        for here, _ in pairs:
-            digest_of(here)
-        digested.append(time.thread_time())
-    return median_speed(copied), median_speed(digested)
 
 
 CSV_COLUMNS = (

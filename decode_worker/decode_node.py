@@ -40,6 +40,7 @@ from decode_worker.session_service import SessionService
 from engine.drafting import Speculator
 from engine.kv_memory import KvMemory
 from engine.worker_engine import WorkerEngine, load_report, open_engine
+from kv_transfer import frame_copy
 from kv_transfer.endpoints import ReceivingEnds
 from kv_transfer.hello import HandoffIdentity
 from kv_transfer.host import read_host_id
@@ -97,6 +98,8 @@ class DecodeNode:
     async def build(cls, context: WorkerContext) -> DecodeNode:
         """Loads the model. Raises `StartupError`."""
         fallbacks = Fallbacks()
+        if not frame_copy.is_native():
+            fallbacks.took("kv copy", wanted="native", used="python", reason="library_missing")
         return cls(context, open_engine(context, fallbacks, _open_speculator), fallbacks)
 
     # --- as its process drives it -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from cluster.byte_runs import EqualRuns
 from cluster.errors import StartupError
 from cluster.kv_layout import ELEMENT_BYTES, KvLayout
 from engine.model_config import ModelConfig
@@ -94,6 +95,7 @@ class KvMemory:
         self.mapping_offset = -everything.ctypes.data % HUGE_PAGE_BYTES
         # Array and tensor hold the mapping's buffer, so it cannot be unmapped under a kernel that still reads them.
         self._array = everything[self.mapping_offset : self.mapping_offset + self.size_bytes]
+        self._address = int(self._array.ctypes.data)
         self._bytes = memoryview(self._mapping)[self.mapping_offset : self.mapping_offset + self.size_bytes]
 
     @cached_property
@@ -113,7 +115,7 @@ class KvMemory:
     @property
     def address(self) -> int:
         """Where the pool's first byte is in this process."""
-        return int(self._array.ctypes.data)
+        return self._address
 
     def run(self, block: int, first_layer: int, num_layers: int) -> memoryview:
         """The contiguous writable bytes of layers [first_layer, first_layer + num_layers) of one block.
@@ -129,22 +131,21 @@ class KvMemory:
         start = block * self.layout.block_bytes + first_layer * self.layout.cell_bytes
         return self._bytes[start : start + num_layers * self.layout.cell_bytes]
 
-    def runs(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview]:
+    def runs(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> Sequence[memoryview]:
         """The same of several blocks, one after the other; where they touch each other they are one run.
 
         Raises `IndexError` as `run`.
         """
-        if not blocks:
-            return []
-        for block in (min(blocks), max(blocks)):
-            self.run(block, first_layer, num_layers)
+        if blocks:
+            for block in (min(blocks), max(blocks)):
+                self.run(block, first_layer, num_layers)
         stride, size = self.layout.block_bytes, num_layers * self.layout.cell_bytes
-        offset, pool = first_layer * self.layout.cell_bytes, self._bytes
         if size < stride:
-            return [pool[(start := block * stride + offset) : start + size] for block in blocks]
+            first = first_layer * self.layout.cell_bytes
+            return EqualRuns(self._bytes, self._address, first, blocks, stride, size)
         ends = [index for index in range(1, len(blocks)) if blocks[index] != blocks[index - 1] + 1]
         pieces = zip((0, *ends), (*ends, len(blocks)), strict=True)
-        return [pool[blocks[first] * stride : (blocks[end - 1] + 1) * stride] for first, end in pieces]
+        return [self._bytes[blocks[first] * stride : (blocks[end - 1] + 1) * stride] for first, end in pieces if end]
 
     def begin_write(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> CellWrite:
         """The same runs, for who writes into them. Raises `IndexError` as `run`."""

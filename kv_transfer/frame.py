@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import xxhash
 
@@ -22,6 +24,7 @@ _FIELDS = struct.Struct("<4sHH16sIIHHHHIIQ16s")
 _CHECKSUM_BYTES = 8
 HEADER_BYTES = _FIELDS.size + _CHECKSUM_BYTES
 DIGEST_ALGORITHM = "xxh3-128"
+DIGEST_BYTES = 16
 # No transport of ours sends a larger frame: a peer that announces one is not believed, nor read.
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
 
@@ -34,7 +37,7 @@ class BadFrame(Exception):
 RunningDigest = xxhash.xxh3_128
 
 
-def digest_of(runs: list[memoryview]) -> bytes:
+def digest_of(runs: Iterable[memoryview]) -> bytes:
     """xxh3-128 of the runs' bytes, one after the other, read where they lie."""
     state = RunningDigest()
     for run in runs:
@@ -42,12 +45,18 @@ def digest_of(runs: list[memoryview]) -> bytes:
     return state.digest()
 
 
+def with_digest(header: FrameHeader, payload: Sequence[memoryview]) -> FrameHeader:
+    """The header with the payload's digest, which is read for it unless the header has one."""
+    return header if header.digest else replace(header, digest=digest_of(payload))
+
+
 def root_digest(digests: list[bytes]) -> bytes:
     """xxh3-128 over the frames' digests in the order of their sequence numbers."""
     return xxhash.xxh3_128_digest(b"".join(digests))
 
 
-def pack_header(header: FrameHeader) -> bytes:
+def pack_header(header: FrameHeader, digest: bytes | None = None) -> bytes:
+    """`digest`: what goes into it in place of the header's own."""
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
@@ -62,7 +71,7 @@ def pack_header(header: FrameHeader) -> bytes:
         header.first_block,
         header.num_blocks,
         header.num_bytes,
-        header.digest,
+        header.digest if digest is None else digest,
     )
     return fields + xxhash.xxh3_64_digest(fields)
 

@@ -36,7 +36,7 @@ class KvMemory(Protocol):
         """
         ...
 
-    def runs(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> list[memoryview]:
+    def runs(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> Sequence[memoryview]:
         """The same of several blocks, one after the other; where they touch each other they are one run."""
         ...
 

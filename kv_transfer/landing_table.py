@@ -167,7 +167,7 @@ class LandingTable:
 
     # --- the transport's side -------------------------------------------------------------------------------------
 
-    def open_frame(self, header: FrameHeader) -> list[memoryview] | None:
+    def open_frame(self, header: FrameHeader) -> Sequence[memoryview] | None:
         """Where the payload goes, block by block; None: drain and drop it."""
         heads = self._heads(header)
         with self._lock:

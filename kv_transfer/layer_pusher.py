@@ -22,11 +22,11 @@ from typing import NamedTuple
 from cluster.errors import KvTransferFailed
 from cluster.identity import BlockRef, TransferId
 from kv_transfer.coverage import CellCoverage, CellRange
-from kv_transfer.frame import digest_of, root_digest
+from kv_transfer.frame import root_digest
 from kv_transfer.kv_memory import KvMemory
 from kv_transfer.layer_groups import LinkCosts, layer_groups
 from kv_transfer.shapes import CellGather
-from kv_transfer.transport import FrameHeader, Sender, SendTicket
+from kv_transfer.transport import NO_DIGEST, FrameHeader, Sender, SendTicket
 
 # A frame is small enough for a transport's ring, and large enough that its fixed cost is nothing. A larger cell goes as
 # one frame all the same.
@@ -74,7 +74,7 @@ class _Pending(NamedTuple):
 
 class _Sent(NamedTuple):
     cells: CellRange
-    digest: bytes
+    ticket: SendTicket
     num_bytes: int
 
 
@@ -337,12 +337,12 @@ class LayerPusher:
             first_block=cells.first_block,
             num_blocks=cells.num_blocks,
             num_bytes=cells.num_cells * self.cell_bytes,
-            digest=digest_of(payload),
+            digest=NO_DIGEST,
             first_head=heads.first if heads is not None else 0,
             num_heads=heads.count if heads is not None else 0,
         )
         ticket = self._sender.push(header, payload)
-        session._live[header.seq] = _Sent(cells, header.digest, header.num_bytes)
+        session._live[header.seq] = _Sent(cells, ticket, header.num_bytes)
         session._num_posted += 1
         session._posted_bytes += header.num_bytes
         if not ticket.done:
@@ -350,7 +350,7 @@ class LayerPusher:
         if session._sent is not None:
             session._sent.mark(cells)
 
-    def _payload(self, cells: CellRange, blocks: tuple[BlockRef, ...]) -> list[memoryview]:
+    def _payload(self, cells: CellRange, blocks: tuple[BlockRef, ...]) -> Sequence[memoryview]:
         if self._gather is not None:
             return [self._gather.gather(blocks, cells)]
         wanted = blocks[cells.first_block : cells.first_block + cells.num_blocks]
@@ -395,4 +395,4 @@ class LayerPusher:
 
 def _summary(live: dict[int, _Sent]) -> PushSummary:
     sent = [live[seq] for seq in sorted(live)]
-    return PushSummary(len(sent), sum(one.num_bytes for one in sent), root_digest([one.digest for one in sent]))
+    return PushSummary(len(sent), sum(one.num_bytes for one in sent), root_digest([one.ticket.digest for one in sent]))

@@ -18,6 +18,7 @@ from cluster.identity import TransferId
 
 # Frames that measure the link belong to no attempt: attempts count from 1.
 PROBE_EPOCH = 0
+NO_DIGEST = b""
 
 
 class CancelGuarantee(enum.Enum):
@@ -46,7 +47,7 @@ class FrameHeader:
     first_block: int
     num_blocks: int
     num_bytes: int
-    digest: bytes  # xxh3-128 of the payload, 16 bytes
+    digest: bytes  # xxh3-128 of the payload, 16 bytes; NO_DIGEST: the sender takes it while it reads the payload
     first_head: int = 0
     num_heads: int = 0  # 0: all heads that the receiver's pool has
 
@@ -71,6 +72,7 @@ class FrameSink(Protocol):
 class Posted:
     """The ticket of a frame whose source bytes are free already: the transport copied or sent them."""
 
+    digest: bytes
     done: bool = True
     error: str = ""
 
@@ -86,6 +88,11 @@ class SendTicket(Protocol):
     @property
     def error(self) -> str:
         """Empty while all is well."""
+        ...
+
+    @property
+    def digest(self) -> bytes:
+        """Of the payload as it was sent; there once it is done."""
         ...
 
 

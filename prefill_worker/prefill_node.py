@@ -26,6 +26,7 @@ from cluster.worker_counters import WorkerCounters
 from cluster.worker_process import WorkerContext
 from engine.request import SequenceOutput
 from engine.worker_engine import WorkerEngine, load_report, open_engine
+from kv_transfer import frame_copy
 from kv_transfer.hello import HandoffIdentity, compare, is_refused, make_ack, receiver_layout
 from kv_transfer.host import read_host_id
 from kv_transfer.layer_pusher import LayerPusher
@@ -87,6 +88,8 @@ class PrefillNode:
         """Loads the model. Raises `StartupError`."""
         load_transports(resolve(context.settings.transports))
         fallbacks = Fallbacks()
+        if not frame_copy.is_native():
+            fallbacks.took("kv copy", wanted="native", used="python", reason="library_missing")
         return cls(context, open_engine(context, fallbacks), fallbacks)
 
     # --- as its process drives it -------------------------------------------------------------------------------------

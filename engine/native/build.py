@@ -12,14 +12,14 @@ import argparse
 import hashlib
 import os
 import platform
-import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from cluster.compiler import BuildError, find_compiler, run_compiler
 
 SOURCE_DIR = Path(__file__).resolve().parent
 LIBRARY_NAME = "libtandem_native.so"
@@ -49,11 +49,6 @@ VARIANT_FLAGS = {
     "amx.cpp": AVX512_BF16_FLAGS,  # the tile instructions are assembly and need no flag
     "amx_emulated.cpp": AVX512_BF16_FLAGS,
 }
-COMPILE_TIMEOUT_S = 600
-
-
-class BuildError(Exception):
-    """The library could not be built; the message says what to do."""
 
 
 def build(output_dir: Path = SOURCE_DIR, *, force: bool = False) -> Path:
@@ -68,24 +63,13 @@ def build(output_dir: Path = SOURCE_DIR, *, force: bool = False) -> Path:
     with tempfile.TemporaryDirectory(prefix="tandem-native-") as directory:
         objects = _compile_all(compiler, Path(directory))
         linked = Path(directory) / LIBRARY_NAME
-        _run([*compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
+        run_compiler([*compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
         # A rename: a process that has the old library mapped keeps it.
         staged = output_dir / f".{LIBRARY_NAME}.{os.getpid()}"
         shutil.copyfile(linked, staged)
         staged.replace(library)
     digest_file.write_text(digest)
     return library
-
-
-def find_compiler() -> list[str]:
-    """The command of the C++ compiler. Raises `BuildError` when there is none."""
-    named = os.environ.get("CXX")
-    if named:
-        return shlex.split(named)
-    for candidate in ("c++", "g++", "clang++"):
-        if shutil.which(candidate):
-            return [candidate]
-    raise BuildError("no C++ compiler found: install g++ or set CXX, then run `python -m engine.native.build`")
 
 
 def sources() -> list[tuple[Path, tuple[str, ...]]]:
@@ -111,22 +95,11 @@ def _compile_all(compiler: Sequence[str], directory: Path) -> list[Path]:
     def compile_one(item: tuple[Path, tuple[str, ...]]) -> Path:
         source, flags = item
         target = directory / f"{source.parent.name}-{source.stem}.o"
-        _run([*compiler, *COMMON_FLAGS, *flags, f"-I{SOURCE_DIR}", "-c", str(source), "-o", str(target)])
+        run_compiler([*compiler, *COMMON_FLAGS, *flags, f"-I{SOURCE_DIR}", "-c", str(source), "-o", str(target)])
         return target
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(compile_one, sources()))
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} failed: {error}") from error
-    if done.returncode != 0:
-        raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()[:4000]}")
-    if done.stderr.strip():
-        sys.stderr.write(done.stderr)
 
 
 def main() -> int:

@@ -1,17 +1,17 @@
-"""Runs of bytes as transports see them: cut to other sizes, copied, located."""
+"""A payload's runs, cut to the sizes that the other side has."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
+from cluster.byte_runs import sizes_of
 
 
-def cut(payload: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
+def cut(payload: Sequence[memoryview], sizes: Sequence[int]) -> Sequence[memoryview]:
     """The payload's bytes in pieces of these sizes; copied only where a piece lies across two runs."""
-    if [run.nbytes for run in payload] == list(sizes):
-        return list(payload)
+    if sizes_of(payload).tolist() == list(sizes):
+        return payload
     rest, pieces = deque(payload), []
     for size in sizes:
         parts, missing = [], size
@@ -23,8 +23,3 @@ def cut(payload: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]
             missing -= parts[-1].nbytes
         pieces.append(parts[0] if len(parts) == 1 else memoryview(b"".join(parts)))
     return pieces
-
-
-def address_of(run: memoryview) -> int:
-    """Where its first byte is in this process."""
-    return int(np.frombuffer(run, np.uint8).ctypes.data)

@@ -26,10 +26,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from cluster.byte_runs import Offsets, addresses_of, sizes_of
 from cluster.errors import KvTransferFailed
-from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header
+from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header, with_digest
 from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink
-from kv_transfer.transports.byte_runs import address_of, cut
+from kv_transfer.transports.byte_runs import cut
 from kv_transfer.transports.connection_gate import GREETING_TIMEOUT_S, ConnectionGate
 from kv_transfer.transports.listener import STALL_TIMEOUT_S, Listener
 from kv_transfer.transports.probing_sink import PROBE_BYTES, ProbingSink
@@ -132,7 +133,7 @@ class GrantedReceiver:
 @dataclass(frozen=True, slots=True)
 class _Grant:
     header: FrameHeader
-    runs: list[memoryview]
+    runs: Sequence[memoryview]
 
 
 class _GrantingConnection:
@@ -194,9 +195,9 @@ class _GrantingConnection:
             self._connection.sendall(_ANSWER.pack(REFUSED, 0, 0))
             return
         self._number = (self._number + 1) % 2**24
-        self._grants[self._number] = _Grant(header, list(runs))
+        self._grants[self._number] = _Grant(header, runs)
         self._endpoint.expect(self._number, runs)
-        places = np.array([(address_of(run), run.nbytes) for run in runs], np.uint64)
+        places = np.stack((addresses_of(runs), sizes_of(runs)), axis=1)
         self._connection.sendall(_ANSWER.pack(GRANTED, self._number, len(runs)) + places.tobytes())
 
 
@@ -208,6 +209,10 @@ class GrantedTicket:
         self.error = ""
         self.header = header
         self.payload = payload
+
+    @property
+    def digest(self) -> bytes:
+        return self.header.digest
 
 
 class GrantedSender:
@@ -254,9 +259,9 @@ class GrantedSender:
 
     def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> GrantedTicket:
         """Asks where the frame may go; it is written as soon as the answer is here. Raises `KvTransferFailed`."""
-        ticket = GrantedTicket(header, payload)
+        ticket = GrantedTicket(with_digest(header, payload), payload)
         try:
-            send_gathered(self._connection, [memoryview(pack_header(header))])
+            send_gathered(self._connection, [memoryview(pack_header(ticket.header))])
             self._asked.append(ticket)
             self._advance_until(lambda: len(self._asked) + len(self._granted) < MAX_OUTSTANDING)
         except (OSError, BadFrame) as error:
@@ -314,21 +319,22 @@ class GrantedSender:
         elif kind == REFUSED and self._asked:
             self._asked.popleft().done = True
         elif kind == GRANTED and self._asked and 0 < value <= MAX_RUNS:
-            places = np.frombuffer(self._read(value * 16), np.uint64).reshape(-1, 2)
-            self._write(number, [Place(*map(int, place)) for place in places])
+            places = np.frombuffer(self._read(value * 16), np.int64).reshape(-1, 2)
+            self._write(number, places)
         else:
             raise BadFrame(f"unexpected answer {kind} for grant {number}")
 
-    def _write(self, number: int, places: list[Place]) -> None:
+    def _write(self, number: int, places: Offsets) -> None:
+        """`places [runs, 2]`: address and bytes of each."""
         ticket = self._asked.popleft()
-        if sum(place.num_bytes for place in places) != ticket.header.num_bytes:
+        if int(places[:, 1].min()) < 0 or int(places[:, 1].sum()) != ticket.header.num_bytes:
             raise BadFrame("the granted places do not fit the frame")
         self._throttle.pass_through(ticket.header.num_bytes)
-        sources = cut(ticket.payload, [place.num_bytes for place in places])
+        sources = cut(ticket.payload, places[:, 1].tolist())
         self._granted[number] = ticket
         self._unwritten.add(number)
         self._unjudged.add(number)
-        self._endpoint.write(number, sources, places)
+        self._endpoint.write(number, sources, [Place(*place) for place in places.tolist()])
 
     def _end(self, number: int) -> None:
         """Done is what is not read here any more and has landed there: until then both libraries want to be polled."""

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cluster.byte_runs import address_of
 from cluster.errors import KvTransferFailed
 from kv_transfer.transport import FrameSink
-from kv_transfer.transports.byte_runs import address_of
 from kv_transfer.transports.connection_gate import ConnectionGate
 from kv_transfer.transports.granted import GrantedReceiver, GrantedSender, Place
 

@@ -4,7 +4,7 @@
       ── header ─────────────────────────────> asks its sink, pins the blocks
       <──────────── where it may write ─────── (nowhere: the frame is stale)
       copies its blocks into the mapped pool
-      ── written ────────────────────────────> takes the digest in place, unpins
+      ── written, its digest ────────────────> takes the digest in place, unpins
 
 The pool is a memfd that travels over the Unix socket. A granted write is pinned until the sender says that it is done,
 or its end of the connection is closed, which a living sender does only between writes and a dead one at once: so a
@@ -21,18 +21,19 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from cluster.byte_runs import MappedBytes, Offsets, addresses_of, sizes_of
 from cluster.errors import KvTransferFailed, StartupError
-from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header, parse_header
+from kv_transfer.frame import DIGEST_BYTES, HEADER_BYTES, BadFrame, digest_of, pack_header, parse_header
+from kv_transfer.frame_copy import copy_frame
 from kv_transfer.kv_memory import KvMemory
 from kv_transfer.transport import PROBE_EPOCH, CancelGuarantee, FrameHeader, FrameSink
-from kv_transfer.transports.byte_runs import address_of, cut
+from kv_transfer.transports.byte_runs import cut
 from kv_transfer.transports.connection_gate import ConnectionGate
 from kv_transfer.transports.listener import Listener
 from kv_transfer.transports.probing_sink import PROBE_BYTES, ProbingSink
@@ -48,7 +49,6 @@ _COUNT = struct.Struct("<I")
 _RUN = struct.Struct("<QQ")  # offset in the pool or, counted from its end, in the probes' memory; bytes
 MAX_RUNS = 65536
 PROBE_RIGHT, PROBE_WRONG = 2**32 - 1, 2**32 - 2  # in place of a count: a probe frame's verdict
-ByteArray = npt.NDArray[np.uint8]
 
 
 class SharedKvMemory(KvMemory, Protocol):
@@ -88,7 +88,7 @@ class ShmDirectReceiver:
 @dataclass(slots=True)
 class _Grant:
     header: FrameHeader
-    runs: list[memoryview]
+    runs: Sequence[memoryview]
 
 
 class _GrantingConnection:
@@ -137,7 +137,8 @@ class _GrantingConnection:
             self._grant(parse_header(_read(self._connection, HEADER_BYTES)))
         elif kind == WRITTEN and self._grants:
             grant = self._grants.popleft()
-            self._sink.close_frame(grant.header, digest_of(grant.runs))
+            header = replace(grant.header, digest=_read(self._connection, DIGEST_BYTES))
+            self._sink.close_frame(header, digest_of(grant.runs))
         else:
             raise BadFrame(f"unexpected message {kind!r}")
 
@@ -146,19 +147,18 @@ class _GrantingConnection:
         if runs is None:
             self._connection.sendall(_COUNT.pack(0))
             return
-        self._grants.append(_Grant(header, list(runs)))
-        places = [_RUN.pack(self._offset(run), run.nbytes) for run in runs]
-        self._connection.sendall(_COUNT.pack(len(places)) + b"".join(places))
+        self._grants.append(_Grant(header, runs))
+        self._connection.sendall(_COUNT.pack(len(runs)) + self._places(runs).tobytes())
 
     def _judge_probe(self, is_right: bool) -> None:
         self._connection.sendall(_COUNT.pack(PROBE_RIGHT if is_right else PROBE_WRONG))
 
-    def _offset(self, run: memoryview) -> int:
-        address = address_of(run)
-        start = address - self._memory.address
-        if 0 <= start < self._memory.size_bytes:
-            return start
-        return self._memory.size_bytes + address - int(self._probes.ctypes.data)
+    def _places(self, runs: Sequence[memoryview]) -> Offsets:
+        """`[runs, 2]`: offset and bytes of each."""
+        starts = addresses_of(runs) - self._memory.address
+        if starts.min() < 0 or starts.max() >= self._memory.size_bytes:
+            starts += self._memory.address + self._memory.size_bytes - int(self._probes.ctypes.data)
+        return np.stack((starts, sizes_of(runs)), axis=1)
 
 
 class DirectTicket:
@@ -167,8 +167,9 @@ class DirectTicket:
     def __init__(self, header: FrameHeader, payload: Sequence[memoryview]) -> None:
         self.done = False
         self.error = ""
+        self.digest = header.digest
         self.header = header
-        self.payload = payload
+        self.payload: Sequence[memoryview] = payload
 
 
 class ShmDirectSender:
@@ -184,7 +185,7 @@ class ShmDirectSender:
         self._asked: deque[DirectTicket] = deque()
         self._num_probes = self._num_verified = 0
         try:
-            self._pool, self._probes = _receive_memory(self._connection)
+            self._pool_bytes, self._pool, self._probes = _receive_memory(self._connection)
         except (OSError, BadFrame) as error:
             self._connection.close()
             raise KvTransferFailed(f"cannot map the pool of {address}: {error}", stage="transfer") from error
@@ -222,7 +223,7 @@ class ShmDirectSender:
 
     def close(self) -> None:
         self._connection.close()
-        self._pool = self._probes = np.empty(0, np.uint8)  # a mapping goes with its last view
+        self._pool = self._probes = MappedBytes(memoryview(b""))  # a mapping goes with its last view
 
     def _write_next(self) -> None:
         ticket = self._asked[0]
@@ -231,11 +232,13 @@ class ShmDirectSender:
         if num_runs > MAX_RUNS:
             raise BadFrame(f"{num_runs} runs for one frame")
         if num_runs:
-            places = np.frombuffer(_read(self._connection, num_runs * _RUN.size), np.uint64).reshape(-1, 2).copy()
+            places = np.frombuffer(_read(self._connection, num_runs * _RUN.size), np.int64).reshape(-1, 2)
             self._throttle.pass_through(ticket.header.num_bytes)
-            self._copy(ticket, places)
-            self._connection.sendall(WRITTEN)
+            digest = self._copy(ticket, places)
+            ticket.digest = ticket.digest or digest
+            self._connection.sendall(WRITTEN + ticket.digest)
         self._asked.popleft()
+        ticket.payload = ()
         ticket.done = True
 
     def _read_count(self) -> int:
@@ -247,24 +250,25 @@ class ShmDirectSender:
         self._num_probes -= 1
         self._num_verified += value == PROBE_RIGHT
 
-    def _copy(self, ticket: DirectTicket, places: npt.NDArray[np.uint64]) -> None:
-        memory = self._pool
-        if ticket.header.epoch == PROBE_EPOCH:
-            places[:, 0] -= np.uint64(self._pool.size)
-            memory = self._probes
-        if int(places[:, 1].sum()) != ticket.header.num_bytes or int(places.sum(axis=1).max()) > memory.size:
+    def _copy(self, ticket: DirectTicket, places: Offsets) -> bytes:
+        """The digest of what was written."""
+        is_probe = ticket.header.epoch == PROBE_EPOCH
+        starts, sizes = places[:, 0] - (self._pool_bytes if is_probe else 0), places[:, 1].tolist()
+        try:
+            targets = (self._probes if is_probe else self._pool).at(starts.tolist(), sizes)
+        except IndexError as error:
+            raise BadFrame(f"the granted places are not the pool's: {error}") from error
+        if sum(sizes) != ticket.header.num_bytes:
             raise BadFrame("the granted places do not fit the frame")
-        sources = cut(ticket.payload, places[:, 1].tolist())
-        for source, (start, size) in zip(sources, places.tolist(), strict=True):
-            memory[start : start + size] = np.frombuffer(source, np.uint8)
+        return copy_frame(cut(ticket.payload, sizes), targets)
 
     def _break(self, error: Exception) -> None:
         self.close()
         raise KvTransferFailed(f"shm-direct connection broke: {error}", stage="transfer") from error
 
 
-def _receive_memory(connection: socket.socket) -> tuple[ByteArray, ByteArray]:
-    """The receiver's pool, and the memory of this connection's probe frames."""
+def _receive_memory(connection: socket.socket) -> tuple[int, MappedBytes, MappedBytes]:
+    """The receiver's pool with its size, and the memory of this connection's probe frames."""
     message, rights, _, _ = connection.recvmsg(_MAPPING.size, socket.CMSG_SPACE(2 * array.array("i").itemsize))
     descriptors = array.array("i")
     for level, kind, data in rights:
@@ -276,8 +280,8 @@ def _receive_memory(connection: socket.socket) -> tuple[ByteArray, ByteArray]:
         size, offset, num_bytes = _MAPPING.unpack(message)
         if os.fstat(descriptors[0]).st_size != size or offset + num_bytes > size:
             raise BadFrame("the pool has another size than was said")
-        pool = np.frombuffer(mmap.mmap(descriptors[0], size), np.uint8)[offset : offset + num_bytes]
-        return pool, np.frombuffer(mmap.mmap(descriptors[1], PROBE_BYTES), np.uint8)
+        pool = MappedBytes(memoryview(mmap.mmap(descriptors[0], size))[offset : offset + num_bytes])
+        return num_bytes, pool, MappedBytes(memoryview(mmap.mmap(descriptors[1], PROBE_BYTES)))
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

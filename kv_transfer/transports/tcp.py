@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cluster.errors import KvTransferFailed
-from kv_transfer.frame import HEADER_BYTES, digest_of, pack_header
+from kv_transfer.frame import HEADER_BYTES, digest_of, pack_header, with_digest
 from kv_transfer.transport import PROBE_EPOCH, CancelGuarantee, FrameHeader, FrameSink, Posted
 from kv_transfer.transports.connection_gate import ACCEPTED, GREETING_TIMEOUT_S, ConnectionGate, greeting
 from kv_transfer.transports.listener import STALL_TIMEOUT_S, Listener
@@ -63,11 +63,12 @@ class TcpSender:
         """Sends the frame; the source bytes are free when this returns. Raises `KvTransferFailed`."""
         self._throttle.pass_through(header.num_bytes)
         self._num_probes += header.epoch == PROBE_EPOCH
+        header = with_digest(header, payload)
         try:
             send_gathered(self._connection, [memoryview(pack_header(header)), *payload])
         except OSError as error:
             self._break(error)
-        return Posted()
+        return Posted(header.digest)
 
     def poll(self) -> None:
         """Nothing is ever outstanding."""
@@ -118,6 +119,6 @@ def serve_frames(connection: socket.socket, sink: FrameSink) -> None:
             for run in runs:
                 if not read_exactly(connection, run):
                     raise ConnectionError("the stream ended in the middle of a frame")
-            arrived_digest = digest_of(list(runs))
+            arrived_digest = digest_of(runs)
         finally:
             sink.close_frame(header, arrived_digest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kv_transfer.frame import digest_of, pack_header, parse_header
+from kv_transfer.frame import digest_of, pack_header, parse_header, with_digest
 from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink, Posted
 
 
@@ -18,8 +18,9 @@ class DirectSender:
         self._sink = sink
 
     def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> Posted:
+        header = with_digest(header, payload)
         land(self._sink, pack_header(header), b"".join(payload))
-        return Posted()
+        return Posted(header.digest)
 
     def poll(self) -> None:
         """Nothing is ever outstanding."""

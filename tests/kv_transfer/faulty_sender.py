@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from cluster.errors import KvTransferFailed
 from cluster.identity import TransferId
+from kv_transfer.frame import with_digest
 from kv_transfer.transport import FrameHeader, Posted, Sender, SendTicket
 
 
@@ -35,6 +36,7 @@ class NeverDone:
 
     done = False
     error = ""
+    digest = bytes(16)
 
 
 class FaultySender:
@@ -57,7 +59,8 @@ class FaultySender:
         if self._frames_before >= 0 or self._fault is Fault.NONE:
             return self._sender.push(header, payload)
         fault, self._fault = self._fault, Fault.NONE
-        return self._do(fault, header, [memoryview(bytes(run)) for run in payload])
+        # What is spoilt below was right when its digest was taken.
+        return self._do(fault, with_digest(header, payload), [memoryview(bytes(run)) for run in payload])
 
     def release_late(self) -> None:
         """What was held back arrives now."""
@@ -79,13 +82,13 @@ class FaultySender:
             case Fault.POST_FAILS:
                 raise KvTransferFailed("the post failed", stage="transfer")
             case Fault.LIES:
-                return Posted()
+                return Posted(header.digest)
             case Fault.NEVER_COMPLETES:
                 self.hanging.append(NeverDone())
                 return self.hanging[-1]
             case Fault.LATE:
                 self._held.append((header, payload))
-                return Posted()
+                return Posted(header.digest)
             case Fault.REPEATED:
                 self._sender.push(header, payload)
                 return self._sender.push(header, payload)

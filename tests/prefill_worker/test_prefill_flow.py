@@ -18,7 +18,7 @@ from cluster.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
 from engine.kv_memory import KvMemory
 from engine.request import EngineRequest, FinishReason, SequenceOutput
-from kv_transfer.frame import root_digest
+from kv_transfer.frame import root_digest, with_digest
 from kv_transfer.layer_groups import LinkCosts
 from kv_transfer.layer_pusher import LayerPusher
 from kv_transfer.prefill_transfer import ENDED
@@ -49,8 +49,9 @@ class ListSender:
         self.gate.wait(WAIT_S)
         if self.is_broken:
             raise KvTransferFailed("the link broke", stage="transfer")
+        header = with_digest(header, payload)
         self.headers.append(header)
-        return Posted()
+        return Posted(header.digest)
 
     def poll(self) -> None:
         return

@@ -1,0 +1,1 @@
+"""The native part of moving KV: one C++ file, its build."""
