@@ -51,7 +51,7 @@ def layout_of(config: ModelConfig, dtype: str, block_tokens: int) -> KvLayout:
 class CellWrite:
     """Cells that a transport writes where they belong; implements `kv_transfer.kv_memory.CellWrite`."""
 
-    runs: list[memoryview]
+    runs: Sequence[memoryview]
 
     def finish(self) -> None:
         """They are there already."""

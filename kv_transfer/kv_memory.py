@@ -14,7 +14,7 @@ class CellWrite(Protocol):
     """Cells that are being received: where their bytes go, and what brings them into the pool."""
 
     @property
-    def runs(self) -> list[memoryview]:
+    def runs(self) -> Sequence[memoryview]:
         """Writable, in the order of a frame's payload."""
         ...
 
