@@ -33,7 +33,8 @@ from benchmarks.sweep_store import SweepStore
 from deploy.autoscaler.capacity import CapacityModel
 
 DISAGGREGATED, AGGREGATED, SPECULATING = "1P1D", "2A", "1P1D+speculation"
-DISAGGREGATED_FLAGS = ("--prefill", "1", "--decode", "1")
+# Two pools apart: what is predicted is that each does its own work only.
+DISAGGREGATED_FLAGS = ("--prefill", "1", "--decode", "1", "--prefill-fallback", "deny")
 # As many workers as the disaggregated deployment has: a fair control.
 AGGREGATED_FLAGS = ("--prefill", "0", "--decode", "0", "--aggregated", "2")
 NUM_CONTROL_WORKERS = 2
@@ -81,7 +82,8 @@ async def run_sweep(options: SweepOptions, progress: Progress) -> tuple[PdPlan, 
             await sweep.measure_speculation(target)
     control = None
     if has_control:
-        async with _deployment(options, options.control_url, AGGREGATED, AGGREGATED_FLAGS) as client:
+        flags = (*AGGREGATED_FLAGS, "--itl-slo-ms", f"{settings.tpot_ms:g}")
+        async with _deployment(options, options.control_url, AGGREGATED, flags) as client:
             capacity = await sweep.search_control(Target(client, AGGREGATED, store.content_seed), min(x_p, x_d))
             control = capacity / NUM_CONTROL_WORKERS
     if has_speculation:

@@ -58,6 +58,13 @@ def serve(
     policy: Annotated[
         str | None, typer.Option(help="cache_aware, least_loaded, power_of_two, round_robin or session")
     ] = None,
+    prefill_fallback: Annotated[
+        Literal["allow", "deny"] | None, typer.Option(help="whether decode workers may prefill as well")
+    ] = None,
+    itl_slo_ms: Annotated[
+        float | None,
+        typer.Option(help="prompts computed where streams run leave these this time a token; 0: any", min=0),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="address of the HTTP and gRPC fronts")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free one", min=0, max=65535)] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any free one", min=0, max=65535)] = None,
@@ -98,7 +105,8 @@ def serve(
         "prefill.num_threads": num_threads, "decode.num_threads": num_threads, "aggregated.num_threads": num_threads,
         "transports": tuple(transport.split(",")) if transport else None, "min_bandwidth": min_bandwidth,
         "block_tokens": block_tokens,
-        "router.policy": policy,
+        "router.policy": policy, "router.prefill_fallback": prefill_fallback,
+        "decode.itl_slo_ms": itl_slo_ms, "aggregated.itl_slo_ms": itl_slo_ms,
         "router.host": host, "router.port": port, "router.grpc_port": grpc_port, "redis.url": redis_url,
         "seed": seed, "autoscale": autoscale, "drain_timeout_s": drain_timeout_s, "link_bytes_per_s": link_bytes_per_s,
     }  # fmt: skip
