@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.router_settings import RouterLimits
+
 if TYPE_CHECKING:
     from benchmarks.openai_client import Dialect
     from benchmarks.planner import PdPlan
     from benchmarks.sweep import Progress
 
 EXIT_WORSE, EXIT_CANNOT_RUN = 1, 2
+DEFAULT_LIMITS = RouterLimits()
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a cluster, or any OpenAI-compatible server, honestly.")
 
@@ -246,9 +249,17 @@ def simulate(
     event_loss: Annotated[float, typer.Option(help="share of KV events that are lost", min=0, max=0.9)] = 0.0,
     placement: Annotated[str, typer.Option(help="cache_aware, least_loaded, round_robin")] = "cache_aware",
     local_prefill: Annotated[bool, typer.Option(help="decode workers may prefill where that is cheaper")] = True,
-    refuse_above_slo: Annotated[
-        float, typer.Option(help="refuse from this multiple of the TTFT objective; 0: never", min=0)
-    ] = 0.0,
+    tenant: Annotated[
+        list[str], typer.Option(help="NAME=SHARE[,PRIORITY[,WEIGHT]]: who sends the requests; repeatable")
+    ] = [],  # noqa: B006  typer copies it
+    admission_ttft_ms: Annotated[
+        float,
+        typer.Option(help="the router's ttft_slo_ms: refused above twice that, sheddable above once; 0: never", min=0),
+    ] = DEFAULT_LIMITS.ttft_slo_ms,
+    max_worker_queue_ms: Annotated[
+        float, typer.Option(help="prefill booked on a worker before requests wait in the router", min=0.001)
+    ] = DEFAULT_LIMITS.max_worker_queue_ms,
+    fabric_gb_per_s: Annotated[float, typer.Option(help="that all transfers share; 0: nothing", min=0)] = 0.0,
     block_tokens: Annotated[int, typer.Option(help="larger is faster to simulate and coarser", min=1)] = 16,
     max_leap: Annotated[int, typer.Option(help="decode steps taken as one event; 1: each by itself", min=1)] = 16,
     seed: Seed = 0,
@@ -284,9 +295,11 @@ def simulate(
             outputs=parse_lengths(output_tokens) if output_tokens else outputs,
             hit_rate=hits if hit_rate < 0 else hit_rate, duration_s=duration_s,
             ttft_ms=ttft_ms or ttft, tpot_ms=tpot_ms or tpot, policy=policy, splits=splits,
+            tenants=tuple(tenant),
             changes={
                 "start_delay_s": start_delay_s, "faults": Faults(mtbf_s, event_loss), "placement": placement,
-                "allows_local_prefill": local_prefill, "refuse_above_slo": refuse_above_slo,
+                "allows_local_prefill": local_prefill, "fabric_bytes_per_ms": fabric_gb_per_s * 1e6,
+                "admission_ttft_ms": admission_ttft_ms, "max_worker_queue_ms": max_worker_queue_ms,
                 "block_tokens": block_tokens, "max_leap": max_leap, "seed": seed,
             },
         )  # fmt: skip

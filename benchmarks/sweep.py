@@ -127,7 +127,7 @@ class Sweep:
                     partial(measure_decode, target, settings, batch, context),
                 )
         await self.measure_drift(target, GRIDS_TURN)
-        alone = self.timings(target.deployment, kv_tokens, max_batch)
+        alone = self._timings_alone(target.deployment, kv_tokens, max_batch)
         length = round(settings.workload.input_tokens.mean)
         batch = decoding_batch(settings, alone.model)
         await self._grid_point(
@@ -159,7 +159,12 @@ class Sweep:
             )
 
     def timings(self, deployment: str, kv_tokens: int, max_batch: int) -> PoolTimings:
-        """The fits of what the store holds."""
+        """The fits of what the store holds, and what the pools do to each other."""
+        alone = self._timings_alone(deployment, kv_tokens, max_batch)
+        slower = max(map(slow_down, self._store.points(INTERFERENCE, deployment)), default=1.0)
+        return replace(alone, interference=slower, model=with_slower_prompts(alone.model, slower))
+
+    def _timings_alone(self, deployment: str, kv_tokens: int, max_batch: int) -> PoolTimings:
         prefill_points = self._store.points(PREFILL_TIME, deployment)
         prefill = fit_prefill([prefill_sample(point) for point in prefill_points])
         decode = fit_decode(
@@ -169,12 +174,11 @@ class Sweep:
             ]
         )
         exposed = [p.stages_ms["exposed_transfer"] for p in prefill_points if p.stages_ms]
-        slower = max(map(slow_down, self._store.points(INTERFERENCE, deployment)), default=1.0)
         (c0, c1, c2), (alpha, beta, gamma) = prefill.coefficients, decode.coefficients
         model = CapacityModel(
-            c0_ms=c0 * slower,
-            c1_ms=c1 * slower,
-            c2_ms=c2 * slower,
+            c0_ms=c0,
+            c1_ms=c1,
+            c2_ms=c2,
             alpha_ms=alpha,
             beta_ms=beta,
             gamma_ms=gamma,
@@ -182,7 +186,7 @@ class Sweep:
             max_batch=max_batch or self.settings.max_batch,
             exposed_transfer_ms=sorted(exposed)[len(exposed) // 2] if exposed else 0.0,
         )
-        return PoolTimings(prefill, decode, slower, model)
+        return PoolTimings(prefill, decode, 1.0, model)
 
     async def search_prefill(self, target: Target, predicted_per_s: float) -> float:
         """Measured X_p: the highest Poisson rate of one-token answers within the objective."""
@@ -283,11 +287,9 @@ def drift_share(points: Sequence[Point]) -> float:
     return statistics.mean(beside_runs) / beside_grids[0] - 1
 
 
-def drifted(model: CapacityModel, share: float) -> CapacityModel:
-    """The model of a machine that computes prompts in `1 + share` times the time."""
-    return replace(
-        model, c0_ms=model.c0_ms * (1 + share), c1_ms=model.c1_ms * (1 + share), c2_ms=model.c2_ms * (1 + share)
-    )
+def with_slower_prompts(model: CapacityModel, factor: float) -> CapacityModel:
+    """The model of workers that need `factor` times as long for a prompt."""
+    return replace(model, c0_ms=model.c0_ms * factor, c1_ms=model.c1_ms * factor, c2_ms=model.c2_ms * factor)
 
 
 def grid_lengths(settings: SweepSettings) -> list[int]:

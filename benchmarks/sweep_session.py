@@ -21,11 +21,11 @@ from benchmarks.sweep import (
     Progress,
     Sweep,
     drift_share,
-    drifted,
     predicted_capacities,
     prediction_of_1p1d,
     rate_points,
     sweep_policy,
+    with_slower_prompts,
 )
 from benchmarks.sweep_measurements import Target
 from benchmarks.sweep_settings import SweepSettings
@@ -102,7 +102,7 @@ def _plan(
     check = CoupledCheck(
         DISAGGREGATED,
         # Of the machine as it was while the coupled runs went.
-        prediction_of_1p1d(settings, drifted(model, drift_share(store.points(DRIFT)))),
+        prediction_of_1p1d(settings, with_slower_prompts(model, 1 + drift_share(store.points(DRIFT)))),
         measured.value,
         measured.low,
         # Nothing failed: there is no upper bound, and JSON has no infinity.

@@ -27,7 +27,6 @@ from router.load_policies import prefill_queue_ms
 from router.placement import ClusterSnapshot
 from router.tenant_limits import TenantLimiter
 from router.timing_model import TimingModel
-from router.worker_registry import WorkerRegistry
 from router.worker_state import WorkerState
 
 # How late a first token may be, in units of the objective; None: however late.
@@ -65,6 +64,26 @@ class Arrival:
     fail: Callable[[TandemError], None]  # tells its client, which waits for the answer already
 
 
+class Workers(Protocol):
+    """Who could take a request now, and a word when that changes: the router's registry, or a simulated one."""
+
+    def snapshot(self) -> ClusterSnapshot: ...
+
+    def on_change(self, listener: Callable[[], None]) -> None: ...
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Timers(Protocol):
+    """As an event loop has them; a simulation has them on its own clock."""
+
+    def call_soon(self, callback: Callable[[], None], /) -> Cancellable: ...
+
+    def call_later(self, delay_s: float, callback: Callable[[], None], /) -> Cancellable: ...
+
+
 class AdmissionListener(Protocol):
     """Hears who had to wait, for metrics and explanations."""
 
@@ -76,7 +95,7 @@ class Admission:
 
     def __init__(
         self,
-        registry: WorkerRegistry,
+        registry: Workers,
         timing: TimingModel,
         limiter: TenantLimiter,
         settings: AdmissionSettings,
@@ -84,6 +103,7 @@ class Admission:
         *,
         may_choose_local: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        timers: Callable[[], Timers] = asyncio.get_running_loop,
     ) -> None:
         self.is_draining = False
         self._registry = registry
@@ -93,10 +113,11 @@ class Admission:
         self._listeners = tuple(listeners)
         self._may_choose_local = may_choose_local
         self._clock = clock
+        self._timers = timers
         self._queue = FairQueue(settings.max_waiting)
         self._arrivals: dict[Waiting, Arrival] = {}
         self._num_requests = 0
-        self._pump_timer: asyncio.Handle | None = None
+        self._pump_timer: Cancellable | None = None
         self._unserved_since_s: float | None = None  # no worker could take anybody
         registry.on_change(self.room_changed)
 
@@ -166,14 +187,14 @@ class Admission:
             return
         if self._pump_timer is not None:
             self._pump_timer.cancel()
-        self._pump_timer = asyncio.get_running_loop().call_soon(self.pump)
+        self._pump_timer = self._timers().call_soon(self.pump)
 
     def pump(self) -> None:
         """Starts those who are next, as long as there is room."""
         now_s = self._clock()
         while self._queue:
             if not self._may_begin(self._registry.snapshot(), now_s):
-                self._pump_timer = asyncio.get_running_loop().call_later(PUMP_INTERVAL_S, self.pump)
+                self._pump_timer = self._timers().call_later(PUMP_INTERVAL_S, self.pump)
                 return
             waiting = self._queue.pop(now_s)
             if waiting is None:

@@ -1,31 +1,46 @@
-"""The router on a virtual clock: the real policy, index, confidence, bookings and timing model; a predicted refusal."""
+"""The router on a virtual clock: the real admission, policy, index, confidence, bookings and timing model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from tandem.v1 import membership_pb2
 
-from benchmarks.simulator.event_queue import EventQueue
+from benchmarks.simulator.event_queue import EventQueue, Timer
+from benchmarks.simulator.shared_links import LinkPort
 from benchmarks.simulator.simulated_worker import FINGERPRINT, SCOPE_KEY, SimulatedWorker
 from benchmarks.simulator.simulation_settings import SimulationSettings
 from cluster.block_hash import HashScope, hash_blocks
-from cluster.errors import ServerOverloaded
 from cluster.identity import BlockHash, Incarnation, WorkerId
+from router.admission import Admission
 from router.bookings import Booking
 from router.cache_view import CacheView
-from router.load_policies import prefill_queue_ms
 from router.placement import ClusterSnapshot, Placement, RequestView
 from router.policies import choose_policy
 from router.prefix_index import PrefixIndex
+from router.tenant_limits import TenantLimit, TenantLimiter
 from router.timing_model import TimingPrior
 from router.worker_state import WorkerState
 
 
+class VirtualTimers:
+    """Implements `router.admission.Timers` on the simulation's clock."""
+
+    def __init__(self, events: EventQueue) -> None:
+        self._events = events
+
+    def call_soon(self, callback: Callable[[], None], /) -> Timer:
+        return self._events.after(0.0, callback)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None], /) -> Timer:
+        return self._events.after(delay_s, callback)
+
+
 class Front:
-    """What the dispatcher does with a request, without its sockets. Implements `router.cache_view.EventSource`."""
+    """What the router does with a request, without its sockets. Implements `router.cache_view.EventSource` and
+    `router.admission.Workers`."""
 
     def __init__(self, events: EventQueue, settings: SimulationSettings) -> None:
         model = settings.model
@@ -35,11 +50,21 @@ class Front:
         self._policy = choice.policy
         self._timing = choice.timing
         self._uses_cache = choice.uses_cache
-        self._refuse_above_ms = settings.refuse_above_slo * settings.slo.ttft_ms
         self._scope = HashScope(SCOPE_KEY, FINGERPRINT, settings.block_tokens)
         self._allows_local_prefill = settings.allows_local_prefill
+        # What all transfers cross beside their workers' own links.
+        self.fabric = (LinkPort(settings.fabric_bytes_per_ms),) if settings.fabric_bytes_per_ms else ()
         self._workers: dict[WorkerId, SimulatedWorker] = {}
         self._snapshot: ClusterSnapshot | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self.admission = Admission(
+            self,
+            choice.timing,
+            TenantLimiter(TenantLimit(may_be_critical=True), settings.tenant_limits),
+            settings.admission,
+            clock=events.clock,
+            timers=lambda: VirtualTimers(events),
+        )
         self.view = CacheView(PrefixIndex(), events.clock)
         self.view.connect(self)
 
@@ -58,11 +83,15 @@ class Front:
     def changed(self) -> None:
         """Somebody came, went, drains or failed."""
         self._snapshot = None
+        for listener in self._listeners:
+            listener()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
 
     def worker(self, state: WorkerState) -> SimulatedWorker:
         return self._workers[state.worker_id]
 
-    @property
     def snapshot(self) -> ClusterSnapshot:
         if self._snapshot is None:
             routable = [worker.state for worker in self._workers.values() if worker.state.is_routable]
@@ -85,14 +114,12 @@ class Front:
         max_tokens: int,
         excluded: frozenset[Incarnation],
     ) -> tuple[Placement, Booking]:
-        """Raises `NoWorkersAvailable`, and `ServerOverloaded` for a first token that would come too late."""
+        """Raises `NoWorkersAvailable`."""
         now_s, num_tokens = self._events.now_s, len(token_ids)
         match = self.view.match(hashes, self._scope.block_tokens, num_tokens)
         request = RequestView(num_tokens, max_tokens, hashes, match.tokens, match.longest, excluded)
-        placement = self._policy.place(request, self.snapshot, now_s)
-        if self._refuse_above_ms:
-            self._refuse_if_late(placement, now_s)
-        booking = Booking(placement, num_tokens, max_tokens, now_s)
+        placement = self._policy.place(request, self.snapshot(), now_s)
+        booking = Booking(placement, num_tokens, max_tokens, now_s, self.admission.room_changed)
         if hashes:
             for state in (placement.decode, *placement.prefill[:1]):
                 self.view.chosen(state.worker_id, hashes)
@@ -104,14 +131,10 @@ class Front:
         self.view.observed(computing.worker_id, placement.expected_cached_tokens, num_cached)
         self._timing.observe_prefill(num_prompt - num_cached, num_cached, compute_ms)
 
-    def _refuse_if_late(self, placement: Placement, now_s: float) -> None:
-        computing = placement.prefill[0] if placement.prefill else placement.decode
-        first_token_ms = prefill_queue_ms(computing, self._timing, now_s) + placement.expected_prefill_ms
-        if first_token_ms > self._refuse_above_ms:
-            late_s = (first_token_ms - self._refuse_above_ms) / 1e3
-            raise ServerOverloaded(
-                f"the first token would come after {first_token_ms:.0f} ms", retry_after_s=late_s, stage="route"
-            )
+    def uncached_tokens(self, hashes: Sequence[BlockHash], num_tokens: int) -> int:
+        """Prompt tokens that even the best worker would have to compute."""
+        match = self.view.match(hashes, self._scope.block_tokens, num_tokens)
+        return num_tokens - max(match.tokens.values(), default=0)
 
     # --- KV events ----------------------------------------------------------------------------------------------------
 

@@ -1,33 +1,36 @@
 """One simulated request from its arrival to its end: placed, reserved, prefilled, transferred, decoded, or moved.
 
-arrived ─> placed ─> [reserved on D ─> prefilled on P ─> transferred] or [prefilled on D] ─> decoded ─> ended
-             ^                                                                     │
-             └──────── a worker failed: placed again with what was generated ──────┘
+arrived ─> [waits in the router] ─> placed ─> [reserved on D ─> prefilled on P ─> transferred] ─> decoded ─> ended
+                                      ^       or [prefilled on D]                                    │
+                                      └──── a worker failed: placed again with what was generated ───┘
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.request_record import Outcome, RequestRecord
-from benchmarks.simulator.event_queue import EventQueue
+from benchmarks.simulator.event_queue import EventQueue, Timer
 from benchmarks.simulator.front import Front
+from benchmarks.simulator.shared_links import Flow
 from benchmarks.simulator.simulated_engine import GENERATED_TOKEN, StepTokens
 from benchmarks.simulator.simulated_traffic import SimulatedArrival
 from benchmarks.simulator.simulated_worker import SCOPE_KEY, SimulatedWorker
 from benchmarks.simulator.simulation_settings import SimulationSettings
 from benchmarks.ttft_stages import TtftStages
-from cluster.errors import NoWorkersAvailable, ServerOverloaded, TandemError
+from cluster.errors import DeadlineExceeded, NoWorkersAvailable, ServerOverloaded, TandemError
 from cluster.identity import BlockRef, Incarnation, RequestId
 from cluster.sampling_params import SamplingParams
 from engine.request import EngineRequest, LandedPrompt
 from engine.sequence import Sequence
+from router.admission import Arrival
 from router.bookings import Booking
+from router.fair_queue import Waiting
 from router.placement import Placement
-from router.timing_model import exposed_transfer_ms
 
 # As the dispatcher has them.
 MAX_PLACEMENTS = 4
@@ -54,9 +57,10 @@ class RequestLife:
     """Owned by the simulation. `fence` counts placements: what belongs to an older one is void."""
 
     __slots__ = (
-        "_booking", "_cached_there", "_decode", "_ended", "_events", "_excluded", "_fence", "_front", "_hashes",
-        "_landing", "_parked_s", "_placed_s", "_placement", "_prefill", "_settings", "_stages", "_token_ids", "arrival",
-        "cached_tokens", "chunk_times_s", "chunk_tokens", "detail", "ended_s", "num_generated", "outcome",
+        "_admitted", "_booking", "_cached_there", "_computed_s", "_decode", "_ended", "_events", "_excluded", "_fence",
+        "_flow", "_front", "_hashes", "_held", "_landing", "_parked_s", "_placed_s", "_placement", "_prefill",
+        "_settings", "_stages", "_timeout", "_token_ids", "_waiting", "arrival", "cached_tokens", "chunk_times_s",
+        "chunk_tokens", "detail", "ended_s", "http_status", "num_generated", "outcome",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +73,7 @@ class RequestLife:
         self.chunk_tokens: list[int] = []
         self.outcome: Outcome | None = None
         self.detail = ""
+        self.http_status = 503  # of one that gets no token and no other answer
         self.ended_s = 0.0
         self._events = events
         self._front = front
@@ -86,21 +91,63 @@ class RequestLife:
         self._cached_there = 0  # tokens of the prompt that the decode worker has already
         self._parked_s: float | None = None
         self._placed_s = 0.0
-        self._stages = Stages(route=settings.route_ms)
-        events.after(settings.route_ms / 1e3, self._place)
+        self._stages = Stages()
+        self._computed_s = 0.0  # when the prompt was
+        self._held: Sequence | None = None  # computed, its blocks kept for the transfer
+        self._flow: Flow | None = None  # the prompt's KV on its way
+        self._admitted = ExitStack()
+        self._waiting: Waiting | None = None
+        self._timeout: Timer | None = None
+        events.after(settings.route_ms / 1e3, self._arrive)
 
     # --- placing ------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> None:
-        max_tokens = self.arrival.output_tokens - self.num_generated
+    def _arrive(self) -> None:
+        """Through the router's door, or refused there."""
+        arrival, admission = self.arrival, self._front.admission
+        num_tokens = len(self._token_ids)
         try:
-            placement, booking = self._front.place(self._token_ids, self._hashes, max_tokens, self._excluded)
+            self._admitted.enter_context(admission.admitted(arrival.tenant))
+            admission.charge(arrival.tenant, num_tokens)
+            self._waiting = admission.submit(
+                Arrival(
+                    request_id=NO_ID,
+                    tenant=arrival.tenant,
+                    priority=arrival.priority,
+                    deadline_s=arrival.time_s + self._settings.request_timeout_s,
+                    count_tokens=lambda: self._front.uncached_tokens(self._hashes, num_tokens),
+                    begin=self._begin,
+                    fail=self._refused,
+                )
+            )
+        except TandemError as error:
+            self._refused(error)
+            return
+        if self._waiting is not None:
+            self._timeout = self._events.after(self._settings.request_timeout_s, self._give_up)
+
+    def _begin(self) -> None:
+        """Its first placement. Raises `NoWorkersAvailable`."""
+        self._stages.route = (self._events.now_s - self.arrival.time_s) * 1e3
+        self._place()
+
+    def _give_up(self) -> None:
+        if self._placement is None and not self.num_generated:
+            self._refused(DeadlineExceeded("no worker had room in time", stage="route"))
+
+    def _refused(self, error: TandemError) -> None:
+        self.http_status = error.http_status
+        self._end(Outcome.HTTP_ERROR, f"{error.error_code}: {error.message}")
+
+    def _place_again(self) -> None:
+        try:
+            self._place()
         except NoWorkersAvailable as error:
             self._park(error)
-            return
-        except ServerOverloaded as error:
-            self._end(Outcome.HTTP_ERROR, f"{error.error_code}: {error.message}")
-            return
+
+    def _place(self) -> None:
+        max_tokens = self.arrival.output_tokens - self.num_generated
+        placement, booking = self._front.place(self._token_ids, self._hashes, max_tokens, self._excluded)
         self._parked_s = None
         self._placement, self._booking = placement, booking
         self._placed_s = self._events.now_s
@@ -119,9 +166,9 @@ class RequestLife:
         if self._parked_s is None:
             self._parked_s = now_s
         if now_s - self._parked_s >= MAX_PARKED_S:
-            self._end(Outcome.HTTP_ERROR, f"{error.error_code}: {error.message}")
+            self._refused(error)
         else:
-            self._events.after(PARKED_RETRY_S, self._place)
+            self._events.after(PARKED_RETRY_S, self._place_again)
 
     def granted(self, blocks: list[BlockRef], cached_tokens: int) -> None:
         """The decode worker has room for the prompt: the prefill worker is asked for it."""
@@ -137,7 +184,7 @@ class RequestLife:
             worker.submit(self, request)
         except ServerOverloaded as error:
             self._leave_workers()
-            self._end(Outcome.HTTP_ERROR, f"{error.error_code}: {error.message}")
+            self._refused(error)
 
     def _engine_request(self, landed: LandedPrompt | None = None) -> EngineRequest:
         sampling = SamplingParams(max_tokens=self.arrival.output_tokens, temperature=0.0, ignore_eos=True)
@@ -159,36 +206,44 @@ class RequestLife:
         if tokens.is_last:
             self._finish()
 
-    def _prefilled(self, sequence: Sequence) -> None:
-        """The prompt is computed; its last layers are still on their way."""
-        self._started(sequence)
-        settings, prefill, fence = self._settings, self._prefill, self._fence
-        if prefill is None:
-            raise RuntimeError("a prompt was computed for a request without a prefill worker")
-        exposed_ms = exposed_transfer_ms(
-            max(0, len(self._token_ids) - self._cached_there) * settings.kv_bytes_per_token,
-            settings.link_bytes_per_ms,
-            self._stages.compute,
-            settings.num_layers,
-            settings.round_trip_ms,
-        )
-        if not self.chunk_times_s:
-            self._stages.transfer = exposed_ms
+    def compute_started(self, sequence: Sequence) -> None:
+        """From an engine: where this is a prefill worker's, the first layers' KV is on its way soon."""
+        prefill, decode = self._prefill, self._decode
+        if not sequence.request.hold_blocks or prefill is None or decode is None:
+            return
+        settings, fence = self._settings, self._fence
+        num_prompt, num_cached = len(self._token_ids), sequence.cached_tokens
+        ports = (prefill.port, decode.port, *self._front.fabric)
+        num_bytes = max(0, num_prompt - self._cached_there) * settings.kv_bytes_per_token
+
+        def sent() -> None:
+            self._events.after(settings.round_trip_ms / 1e3, landed)
 
         def landed() -> None:
             prefill.engine.release(sequence)
             prefill.changed()
             if self._fence == fence:  # else a worker failed meanwhile
                 prefill.live.discard(self)
-                self._prefill = None
+                self._prefill = self._flow = self._held = None
                 self._land(sequence.cached_tokens)
 
-        self._events.after(exposed_ms / 1e3, landed)
+        self._flow = Flow(self._events, ports, num_bytes, settings.num_layers, sent)
+        self._flow.compute_started(settings.model.prefill_ms(num_prompt - num_cached, num_cached))
+
+    def _prefilled(self, sequence: Sequence) -> None:
+        """The prompt is computed; its last layers are still on their way."""
+        self._started(sequence)
+        if self._flow is None:
+            raise RuntimeError("a prompt was computed whose KV never began to move")
+        self._computed_s, self._held = self._events.now_s, sequence
+        self._flow.compute_ended()
 
     def _land(self, num_cached: int) -> None:
         decode, blocks = self._decode, self._landing
         if decode is None or blocks is None or self._booking is None:
             raise RuntimeError("a prompt landed where nothing was reserved")
+        if not self.chunk_times_s:
+            self._stages.transfer = (self._events.now_s - self._computed_s) * 1e3
         self._booking.first_token()
         if self.num_generated + 1 == self.arrival.output_tokens:
             self._give(1)
@@ -228,13 +283,17 @@ class RequestLife:
             return
         generated = np.full(self.num_generated, GENERATED_TOKEN, dtype=np.int32)
         self._token_ids = np.concatenate((self.arrival.token_ids(), generated))
-        self._events.after(self._settings.round_trip_ms / 1e3, self._place)
+        self._events.after(self._settings.round_trip_ms / 1e3, self._place_again)
 
     def _leave_workers(self) -> None:
         """What the workers still do for this placement is void."""
         self._fence += 1
         if self._booking is not None:
             self._booking.release()
+        if self._flow is not None:
+            self._flow.cancel()
+        if self._held is not None and self._prefill is not None:
+            self._prefill.engine.release(self._held)
         if self._landing is not None and self._decode is not None:
             self._decode.engine.pool.release(self._landing)
         for worker in (self._prefill, self._decode):
@@ -242,6 +301,7 @@ class RequestLife:
                 worker.live.discard(self)
                 worker.changed()
         self._placement = self._booking = self._prefill = self._decode = self._landing = None
+        self._flow = self._held = None
 
     def _finish(self) -> None:
         self._leave_workers()
@@ -249,6 +309,12 @@ class RequestLife:
 
     def _end(self, outcome: Outcome, detail: str) -> None:
         self.outcome, self.detail, self.ended_s = outcome, detail, self._events.now_s
+        if self._timeout is not None:
+            self._timeout.cancel()
+        if self._waiting is not None:
+            self._front.admission.withdraw(self._waiting)
+        self._front.admission.charge(self.arrival.tenant, self.num_generated)
+        self._admitted.close()
         self._ended(self)
 
     @property
@@ -266,7 +332,7 @@ class RequestLife:
         arrival = self.arrival
         return RequestRecord(
             index=arrival.index,
-            traffic_class="default",
+            traffic_class=str(arrival.tenant),
             session=-1,
             turn=0,
             is_warmup=False,
@@ -275,7 +341,7 @@ class RequestLife:
             ended_s=self.ended_s if self.outcome else now_s,
             outcome=self.outcome or Outcome.UNFINISHED,
             detail=self.detail,
-            http_status=200 if is_ok or self.chunk_times_s else 503,
+            http_status=200 if is_ok or self.chunk_times_s else self.http_status,
             finish_reason="length" if is_ok else "",
             chunk_times_s=tuple(self.chunk_times_s),
             chunk_tokens=tuple(self.chunk_tokens),

@@ -18,7 +18,14 @@ from benchmarks.planner import plan, traffic_from_json, write_plan
 from benchmarks.pool_capacity import TARGET_ATTAINMENT
 from benchmarks.report import FLEET_FILE, write_report
 from benchmarks.run_summary import RunSummary, Slo, summarise, to_json
-from benchmarks.simulator.simulated_traffic import SimulatedArrival, day_times, synthetic_arrivals, trace_arrivals
+from benchmarks.simulator.simulated_traffic import (
+    SimulatedArrival,
+    TenantShare,
+    day_times,
+    of_tenants,
+    synthetic_arrivals,
+    trace_arrivals,
+)
 from benchmarks.simulator.simulation import SimulationResult, simulate
 from benchmarks.simulator.simulation_settings import DEFAULT_KV_BYTES_PER_TOKEN, DEFAULT_NUM_LAYERS, SimulationSettings
 from benchmarks.sweep import CONTROL, COUPLED, SIMULATED
@@ -27,10 +34,12 @@ from benchmarks.sweep_settings import SweepSettings
 from benchmarks.sweep_store import Point, SweepDirectoryError, SweepStore, read_manifest
 from benchmarks.traces import read_trace
 from benchmarks.workload import LengthLaw, Workload
+from cluster.identity import Tenant
 from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.policy import Policy
 from deploy.autoscaler.policy import Slo as PolicySlo
 from deploy.autoscaler.policy_file import load_policy
+from router.tenant_limits import TenantLimit
 
 # Beyond it raw records are left out: a day of traffic would write gigabytes.
 MAX_RECORDED = 20_000
@@ -65,6 +74,7 @@ class SimulateOptions:
     tpot_ms: float
     policy: Path | None
     splits: int
+    tenants: tuple[str, ...]  # NAME=SHARE[,PRIORITY[,WEIGHT]]
     changes: dict[str, object]  # of `SimulationSettings`: faults, delays, placement
 
 
@@ -110,6 +120,8 @@ def _add_splits(options: SimulateOptions, settings: SimulationSettings) -> list[
 def _simulate_loads(options: SimulateOptions, settings: SimulationSettings, store: SweepStore) -> list[str]:
     lines: list[str] = []
     for rate_per_s, arrivals, duration_s in _loads(options, settings.seed):
+        if options.tenants:
+            arrivals = of_tenants(arrivals, [parse_tenant(text).share for text in options.tenants], settings.seed)
         result = simulate(settings, arrivals, duration_s)
         summary = summarise(result.run, settings.slo, settings.seed)
         point = _put(store, COUPLED if settings.num_prefill else CONTROL, settings, rate_per_s, result, summary)
@@ -256,12 +268,34 @@ def _settings(options: SimulateOptions, origin: Origin) -> SimulationSettings:
         "kv_bytes_per_token": origin.kv_bytes_per_token,
         "num_layers": origin.num_layers,
     }
+    values["tenant_limits"] = {tenant.share.tenant: tenant.limit for tenant in map(parse_tenant, options.tenants)}
     return SimulationSettings(**values | options.changes)  # type: ignore[arg-type]
 
 
 def _changed(settings: SimulationSettings, num_prefill: int, num_decode: int) -> SimulationSettings:
     # Splits are compared as splits: nobody prefills where it decodes.
     return replace(settings, num_prefill=num_prefill, num_decode=num_decode, allows_local_prefill=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTenant:
+    """Who sends a share of the requests, and what its key would say."""
+
+    share: TenantShare
+    limit: TenantLimit
+
+
+def parse_tenant(text: str) -> SimulatedTenant:
+    """NAME=SHARE[,PRIORITY[,WEIGHT]]. Raises `ValueError` saying what is wrong."""
+    name, _, numbers = text.partition("=")
+    given = numbers.split(",")
+    try:
+        share, priority, weight = map(float, (*given, "0", "1")[:3] if len(given) != 2 else (*given, "1"))
+    except ValueError:
+        forms = "NAME=SHARE, NAME=SHARE,PRIORITY or NAME=SHARE,PRIORITY,WEIGHT"
+        raise ValueError(f"--tenant is {text!r}: give {forms}") from None
+    tenant = Tenant(name)
+    return SimulatedTenant(TenantShare(tenant, share, int(priority)), TenantLimit(weight=weight, may_be_critical=True))
 
 
 def _sweep_settings(options: SimulateOptions, settings: SimulationSettings) -> SweepSettings:

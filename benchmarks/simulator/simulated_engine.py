@@ -35,10 +35,11 @@ class StepTokens:
 
 
 OutputSink = Callable[[StepTokens], None]
+StartSink = Callable[[Sequence], None]
 
 
 class SimulatedEngine:
-    """Owned by its worker. `sink` hears of tokens at the end of their step."""
+    """Owned by its worker. `started` hears of a sequence at its first step, `sink` of tokens at the end of theirs."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class SimulatedEngine:
         pool: BlockPool,
         limits: EngineLimits,
         timing: StepTiming,
+        started: StartSink,
         sink: OutputSink,
         max_leap: int = DEFAULT_MAX_LEAP,
     ) -> None:
@@ -54,6 +56,7 @@ class SimulatedEngine:
         self._events = events
         self._limits = limits
         self._timing = timing
+        self._started = started
         self._sink = sink
         self._max_leap = max_leap
         self._scheduler = Scheduler(pool, limits)
@@ -62,8 +65,8 @@ class SimulatedEngine:
         self._step: _Step | None = None
         self._is_stopped = False
 
-    def submit(self, request: EngineRequest) -> Sequence:
-        """Queues a request; a landed prompt is published at once, as the engine does when it takes it in.
+    def accept(self, request: EngineRequest) -> Sequence:
+        """Queues a request until `wake`; a landed prompt is published at once, as the engine does when it takes it in.
 
         Raises `ServerOverloaded` when its queue is full."""
         if len(self._scheduler.waiting) >= self._limits.max_waiting:
@@ -74,7 +77,6 @@ class SimulatedEngine:
         if request.landed is not None:
             self.pool.publish(chain, sequence.token_ids, sequence.blocks, sequence.num_computed)
         self._scheduler.add(sequence)
-        self.wake()
         return sequence
 
     def release(self, sequence: Sequence) -> None:
@@ -125,6 +127,7 @@ class SimulatedEngine:
         for sequence in plan.admitted:
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now_s
+                self._started(sequence)
         chunks = plan.chunks
         num_steps = 1
         if all(chunk.num_tokens == 1 and chunk.is_sampled and chunk.sequence.has_output for chunk in chunks):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from benchmarks.arrivals import ArrivalProcess, FloatArray, arrival_times
 from benchmarks.traces import TraceRequest, shareable_tokens
 from benchmarks.workload import Workload
+from cluster.identity import Tenant
 
 # Content ids are folded into 31 bits; private ones lie above every id that traces use.
 PRIVATE_BASE = 1 << 28
@@ -23,6 +24,7 @@ ID_MASK = (1 << 31) - 1
 DAY_S = 86_400.0
 # Share of a day's mean rate by which it swings: a quiet night is a fifth of the busiest hour.
 DAY_SWING = 2 / 3
+OWNER = Tenant("default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class SimulatedArrival:
     output_tokens: int
     parts: tuple[tuple[int, int], ...]
     shareable_tokens: int = 0
+    tenant: Tenant = OWNER
+    priority: int = 0  # lower runs first
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -70,6 +74,29 @@ def trace_arrivals(trace: Sequence[TraceRequest], time_factor: float = 1.0) -> l
     return [
         SimulatedArrival(index, request.time_s * time_factor, request.output_tokens, _parts(request, index), shareable)
         for index, (request, shareable) in enumerate(zip(trace, shareable_tokens(trace), strict=True))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """One tenant's share of the requests, in units of the others'."""
+
+    tenant: Tenant
+    share: float
+    priority: int = 0
+
+
+def of_tenants(
+    arrivals: Sequence[SimulatedArrival], shares: Sequence[TenantShare], seed: int
+) -> list[SimulatedArrival]:
+    """The same arrivals, each of a tenant drawn by its share."""
+    weights = np.array([one.share for one in shares])
+    if not len(weights) or (weights < 0).any() or not weights.sum() > 0:
+        raise ValueError(f"shares of tenants are {weights.tolist()}: at least one must be above 0, none below")
+    drawn = np.random.default_rng((seed, 3)).choice(len(shares), len(arrivals), p=weights / weights.sum())
+    return [
+        replace(arrival, tenant=shares[place].tenant, priority=shares[place].priority)
+        for arrival, place in zip(arrivals, drawn, strict=True)
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from tandem.v1 import membership_pb2
 
 from benchmarks.simulator.event_queue import EventQueue
+from benchmarks.simulator.shared_links import LinkPort
 from benchmarks.simulator.simulated_engine import SimulatedEngine, StepTokens
 from cluster.identity import BlockHash, BlockRef, Incarnation, WorkerId
 from engine.block_pool import BlockPool
@@ -46,6 +47,7 @@ class WorkerShape:
     kv_bytes_per_token: int
     num_layers: int
     max_leap: int
+    link_bytes_per_ms: float
 
 
 class KvEventStream:
@@ -119,6 +121,8 @@ class PlacedRequest(Protocol):
         """Of its placement now: what belongs to an older one is void."""
         ...
 
+    def compute_started(self, sequence: Sequence) -> None: ...
+
     def tokens(self, tokens: StepTokens) -> None: ...
 
     def granted(self, blocks: list[BlockRef], cached_tokens: int) -> None: ...
@@ -166,7 +170,8 @@ class SimulatedWorker:
         self._events = events
         self.stream = KvEventStream(events, self.state, read_events, loss_share, chance)
         pool = BlockPool(shape.num_blocks, shape.block_tokens, FINGERPRINT, events=self.stream)
-        self.engine = SimulatedEngine(events, pool, shape.limits, shape.timing, self._take, shape.max_leap)
+        self.engine = SimulatedEngine(events, pool, shape.limits, shape.timing, self._began, self._take, shape.max_leap)
+        self.port = LinkPort(shape.link_bytes_per_ms)
         self._waiting: deque[_Waiting] = deque()
         self._owners: dict[Sequence, tuple[PlacedRequest, int]] = {}
         self._is_retry_due = False
@@ -182,7 +187,9 @@ class SimulatedWorker:
 
     def submit(self, request: PlacedRequest, engine_request: EngineRequest) -> None:
         """Into the engine's queue; its tokens come to `request.tokens`. Raises `ServerOverloaded`."""
-        self._owners[self.engine.submit(engine_request)] = (request, request.fence)
+        sequence = self.engine.accept(engine_request)
+        self._owners[sequence] = (request, request.fence)
+        self.engine.wake()
         self.changed()
 
     def changed(self) -> None:
@@ -199,6 +206,11 @@ class SimulatedWorker:
         self._owners.clear()
         for request in list(self.live):
             request.worker_failed(self)
+
+    def _began(self, sequence: Sequence) -> None:
+        request, fence = self._owners[sequence]
+        if request.fence == fence:
+            request.compute_started(sequence)
 
     def _take(self, tokens: StepTokens) -> None:
         """A step's tokens go to their request; those of an older placement are dropped, and so is their sequence."""

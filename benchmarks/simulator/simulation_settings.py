@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.run_summary import Slo
 from benchmarks.simulator.simulated_engine import DEFAULT_MAX_LEAP
 from benchmarks.simulator.simulated_worker import WorkerShape
+from cluster.identity import Tenant
+from cluster.router_settings import RouterLimits
 from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.policy import Policy
 from engine.mock_engine import StepTiming
 from engine.request import EngineLimits
+from router.admission import AdmissionSettings
+from router.tenant_limits import TenantLimit
 
 DEFAULT_BLOCK_TOKENS = 16
 # Llama-3.1-8B in bf16.
 DEFAULT_KV_BYTES_PER_TOKEN = 131_072
 DEFAULT_NUM_LAYERS = 32
 MAX_MODEL_LEN = 1 << 20
+WORKERS_OF_A_ROUTER = 16
+DEFAULT_LIMITS = RouterLimits()  # what an operator gets who says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,17 @@ class SimulationSettings:
     block_tokens: int = DEFAULT_BLOCK_TOKENS
     kv_bytes_per_token: int = DEFAULT_KV_BYTES_PER_TOKEN
     num_layers: int = DEFAULT_NUM_LAYERS
-    link_bytes_per_ms: float = 2.5e7  # 25 GB/s
+    link_bytes_per_ms: float = 2.5e7  # of each worker, shared by its transfers; 25 GB/s
+    fabric_bytes_per_ms: float = 0.0  # that all transfers share beside; 0: each pair has its own way
     round_trip_ms: float = 0.5
     route_ms: float = 1.0  # HTTP, tokenising, hashing, deciding
     max_batch_tokens: int = 8192
     max_waiting: int = 1024  # of one worker
-    refuse_above_slo: float = 0.0  # predicted TTFT over the objective from which a request is refused; 0: never
+    # The router's own door: who waits there, who is refused.
+    admission_ttft_ms: float = DEFAULT_LIMITS.ttft_slo_ms  # refused above twice that, sheddable above once; 0: never
+    max_worker_queue_ms: float = DEFAULT_LIMITS.max_worker_queue_ms
+    tenant_limits: Mapping[Tenant, TenantLimit] = field(default_factory=dict)
+    request_timeout_s: float = 600.0
     max_leap: int = DEFAULT_MAX_LEAP
     seed: int = 0
 
@@ -62,6 +75,18 @@ class SimulationSettings:
         """As reports call it."""
         pools = f"{self.num_prefill}P{self.num_decode}D" if self.num_prefill or self.num_decode else ""
         return "simulated " + pools + (f"{self.num_aggregated}A" if self.num_aggregated else "")
+
+    @property
+    def admission(self) -> AdmissionSettings:
+        """As many requests as the routers of so many workers take: the one here stands for all of them."""
+        num_workers = self.num_prefill + self.num_decode + self.num_aggregated
+        num_routers = math.ceil(max(1, num_workers) / WORKERS_OF_A_ROUTER)
+        return AdmissionSettings(
+            max_requests=DEFAULT_LIMITS.max_concurrent_requests * num_routers,
+            max_waiting=DEFAULT_LIMITS.max_waiting_requests * num_routers,
+            ttft_slo_ms=self.admission_ttft_ms,
+            max_worker_queue_ms=self.max_worker_queue_ms,
+        )
 
     @property
     def shape(self) -> WorkerShape:
@@ -83,4 +108,5 @@ class SimulationSettings:
             kv_bytes_per_token=self.kv_bytes_per_token,
             num_layers=self.num_layers,
             max_leap=self.max_leap,
+            link_bytes_per_ms=self.link_bytes_per_ms,
         )

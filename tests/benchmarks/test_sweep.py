@@ -22,10 +22,10 @@ from benchmarks.sweep import (
     Sweep,
     decoding_batch,
     drift_share,
-    drifted,
     grid_lengths,
     predicted_capacities,
     slow_down,
+    with_slower_prompts,
 )
 from benchmarks.sweep_measurements import MeasurementFailed, Target, measure_interference, measure_prefill
 from benchmarks.sweep_settings import QUICK, SweepSettings
@@ -128,8 +128,8 @@ def test_what_is_predicted_for_the_coupled_run_is_of_the_machine_at_that_time() 
     slower = drift_share([timed(2, 140.0), timed(0, 100.0), timed(1, 120.0)])
     assert slower == pytest.approx(0.3)
     model = CapacityModel(2.0, 1.0, 0.001, 10.0, 1.0, 0.0, kv_tokens=10_000, max_batch=64)
-    assert drifted(model, slower).prefill_ms(100, 50) == pytest.approx(1.3 * model.prefill_ms(100, 50))
-    assert drifted(model, slower).tpot_ms(4, 100) == model.tpot_ms(4, 100)
+    assert with_slower_prompts(model, 1 + slower).prefill_ms(100, 50) == pytest.approx(1.3 * model.prefill_ms(100, 50))
+    assert with_slower_prompts(model, 1 + slower).tpot_ms(4, 100) == model.tpot_ms(4, 100)
 
 
 def test_the_pools_are_timed_where_the_workload_is() -> None:
