@@ -43,10 +43,11 @@ class GateLimits:
 
 @dataclass(frozen=True, slots=True)
 class GateOptions:
-    """What is compared. `against` and `dtype` are dtypes; quantization belongs to the candidate alone."""
+    """What is compared. `against` and `dtype` are dtypes; quantization and kv_dtype are the candidate's alone."""
 
     model: str
     quantization: str
+    kv_dtype: str = "auto"
     backend: str = "auto"
     dtype: str = "auto"
     against: str = "auto"
@@ -83,8 +84,11 @@ def run_gate(options: GateOptions, limits: GateLimits, progress: Progress) -> Ga
     pieces = read_texts(options.text, tokenizer.encode, options.pieces, longest)
     num_blocks = -(-max(longest, PROMPT_TOKENS + options.answer_tokens) // BLOCK_TOKENS)
     with (
-        _opened(options, path, options.against, "none", num_blocks) as (reference_name, reference),
-        _opened(options, path, options.dtype, options.quantization, num_blocks) as (candidate_name, candidate),
+        _opened(options, path, options.against, "none", "auto", num_blocks) as (reference_name, reference),
+        _opened(options, path, options.dtype, options.quantization, options.kv_dtype, num_blocks) as (
+            candidate_name,
+            candidate,
+        ),
     ):
         texts = tuple(compare_texts(reference, candidate, pieces, length, progress) for length in options.lengths)
         chats, questions = (
@@ -153,7 +157,7 @@ def _as_chat(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 @contextmanager
 def _opened(
-    options: GateOptions, path: Path, dtype: str, quantization: str, num_blocks: int
+    options: GateOptions, path: Path, dtype: str, quantization: str, kv_dtype: str, num_blocks: int
 ) -> Iterator[tuple[str, SequenceReader]]:
     """A model's name for the report, and the model, closed afterwards."""
     with tempfile.TemporaryDirectory() as runtime:
@@ -165,6 +169,7 @@ def _opened(
                 "dtype": dtype,
                 "backend": options.backend,
                 "quantization": quantization,
+                "kv_dtype": kv_dtype,
                 "listen": "127.0.0.1:0",
                 "runtime_dir": runtime,
                 "block_tokens": BLOCK_TOKENS,
@@ -174,7 +179,7 @@ def _opened(
         )
         built = build_runner(settings)
     try:
-        name = f"{path.name} ({built.memory.layout.dtype}, weights {quantization}, {built.runner.backend})"
+        name = f"{path.name} (KV {built.memory.layout.dtype}, weights {quantization}, {built.runner.backend})"
         yield name, SequenceReader(built.runner, BLOCK_TOKENS, num_blocks)
     finally:
         built.memory.close()

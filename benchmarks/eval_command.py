@@ -18,6 +18,7 @@ def evaluate(
     quantization: Annotated[
         Literal["none", "int8", "int4", "fp8", "gguf"], typer.Option(help="weights of the candidate")
     ] = "gguf",
+    kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="keys and values of the candidate")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="in which the candidate computes")] = "auto",
     against: Annotated[Dtype, typer.Option(help="in which the reference computes, weights as they are")] = "auto",
     backend: Annotated[Literal["auto", "torch", "native", "triton"], typer.Option(help="of both")] = "auto",
@@ -36,6 +37,8 @@ def evaluate(
 
     [dim]tandem eval --quantization int8[/dim]
 
+    [dim]tandem eval --quantization none --kv-dtype fp8 --backend torch[/dim]
+
     [dim]tandem eval --model ./Llama-3.2-1B-Q8_0.gguf --quantization int4 --text held-out.txt --lengths 512,4096[/dim]
     """
     from benchmarks.accuracy_gate import GateLimits, GateOptions, markdown, run_gate, total_tokens, write_report
@@ -44,8 +47,9 @@ def evaluate(
 
     try:
         options = GateOptions(
-            model=model or DEFAULT_MODEL, quantization=quantization, backend=backend, dtype=dtype, against=against,
-            lengths=_lengths(lengths), pieces=pieces, answer_tokens=answer_tokens, text=text, num_threads=num_threads,
+            model=model or DEFAULT_MODEL, quantization=quantization, kv_dtype=kv_dtype, backend=backend, dtype=dtype,
+            against=against, lengths=_lengths(lengths), pieces=pieces, answer_tokens=answer_tokens, text=text,
+            num_threads=num_threads,
         )  # fmt: skip
         limits = GateLimits(max_perplexity_ratio, min_top1_agreement)
         with typer.progressbar(length=total_tokens(options), label="reading", file=sys.stderr) as bar:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from cluster.kv_layout import SCALE_BYTES
+from engine.kernels.fp8_kv import quantize, split_pool
 from engine.kernels.triton import fused_layers, kv_cells
 from engine.kernels.triton.operations import num_splits
 from engine.kernels.triton.paged_attention import paged_attention
@@ -105,21 +107,22 @@ def measure_rates(device: torch.device, dtype: torch.dtype, seconds_of: Timer, *
 
 def attention_cases(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, decode: Sequence[tuple[int, int, int]],
-    prefill: Sequence[tuple[int, int]], multiprocessors: int,
+    prefill: Sequence[tuple[int, int]], multiprocessors: int, *, has_fp8: bool,
 ) -> Iterator[Case]:  # fmt: skip
     """`decode`: (sequences, context, new tokens of each); `prefill`: (sequences, tokens)."""
     scale = shape.head_dim**-0.5
     for batch, context, new in decode:
         pool, query, tables, lens, starts = _paged(shape, device, dtype, batch, context, new)
         splits = num_splits(batch, shape.num_kv_heads, context, multiprocessors)
-        yield Case(
-            f"decode attention, {batch} x {context}, {new} new",
-            lambda p=pool, q=query, t=tables, c=lens, s=starts, n=new, k=splits: paged_attention(  # type: ignore[misc]
-                q, p, 0, t, c, s, scale, n, k
-            ),
-            num_bytes=batch * context * _kv_bytes(shape, dtype),
-            num_operations=4.0 * batch * new * context * shape.num_heads * shape.head_dim,
-        )
+        for kind, blocks in (("", pool), *((", FP8 KV", _as_fp8(pool)) for _ in range(has_fp8))):
+            yield Case(
+                f"decode attention, {batch} x {context}, {new} new{kind}",
+                lambda p=blocks, q=query, t=tables, c=lens, s=starts, n=new, k=splits: paged_attention(  # type: ignore[misc]
+                    q, p, 0, t, c, s, scale, n, k
+                ),
+                num_bytes=batch * context * blocks.stride(1) * blocks.element_size() / shape.block_tokens,
+                num_operations=4.0 * batch * new * context * shape.num_heads * shape.head_dim,
+            )
     for batch, tokens in prefill:
         pool, query, tables, lens, starts = _paged(shape, device, dtype, batch, tokens, tokens)
         yield Case(
@@ -218,6 +221,18 @@ def _paged(
     return pool, query, tables, lens, starts
 
 
+def _as_fp8(pool: torch.Tensor) -> torch.Tensor:
+    """Another pool of that shape, with FP8 KV in every slot."""
+    blocks, layers, pair, heads, block_tokens, head_dim = pool.shape
+    row = (blocks, layers, pair, heads, block_tokens, head_dim + SCALE_BYTES)
+    narrow = torch.empty(row, dtype=torch.uint8, device=pool.device)
+    values, scales = split_pool(narrow)
+    quantized, row_scales = quantize(pool)
+    values.copy_(quantized.view(torch.uint8))
+    scales.copy_(row_scales)
+    return narrow
+
+
 def _kv_bytes(shape: ModelShape, dtype: torch.dtype) -> float:
     """Of one token in one layer."""
     return 2 * shape.num_kv_heads * shape.head_dim * torch.finfo(dtype).bits / 8
@@ -240,7 +255,7 @@ def markdown(device_name: str, rates: Rates, results: Sequence[Result]) -> str:
 def all_cases(shape: ModelShape, device: torch.device, dtype: torch.dtype, *, has_fp8: bool) -> Iterator[Case]:
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     decode = [(1, 8192, 1), (16, 2048, 1), (64, 2048, 1), (64, 8192, 1), (16, 2048, 5)]
-    yield from attention_cases(shape, device, dtype, decode, [(1, 8192), (8, 2048)], multiprocessors)
+    yield from attention_cases(shape, device, dtype, decode, [(1, 8192), (8, 2048)], multiprocessors, has_fp8=has_fp8)
     for tokens in (64, 4096):
         yield from layer_cases(shape, device, dtype, tokens)
     yield from matrix_cases(shape, device, dtype, (1, 16, 64, 2048), has_fp8=has_fp8)

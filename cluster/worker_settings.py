@@ -42,6 +42,9 @@ class EngineSettings(BaseModel):
     quantization: Literal["none", "int8", "int4", "fp8", "gguf"] = Field(
         default="none", description="weights: `gguf` keeps the file's own 4-bit or 8-bit blocks; fp8 needs a GPU"
     )
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        default="auto", description="auto: as the model computes; fp8: e4m3 with a scale for each token and head"
+    )
     speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = Field(
         default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
     )

@@ -19,9 +19,10 @@ import torch
 
 from cluster.errors import EngineFailure, StartupError
 from cluster.kv_layout import KvLayout
-from engine.dtype import TORCH_DTYPES
+from engine.dtype import POOL_DTYPES
 from engine.interpreter_turn import interpreter_turn
-from engine.kv_memory import CellWrite, KvMemory
+from engine.kernels.fp8_kv import split_pool
+from engine.kv_memory import POISON_BYTE, CellWrite, KvMemory, pool_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,8 @@ class DeviceKvMemory(KvMemory):
         self.memfd = None
         self.mapping_offset = 0
         self.huge_pages = False
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
         try:
-            self.tensor = torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
+            self.tensor = torch.zeros(pool_shape(self), dtype=POOL_DTYPES[layout.dtype], device=device)
         except torch.OutOfMemoryError as error:
             raise StartupError(
                 f"{device} has no {self.size_bytes} bytes for the KV pool: set a smaller kv_cache_bytes",
@@ -106,8 +106,9 @@ class DeviceKvMemory(KvMemory):
         """Copies tokens' KV, all layers, from slot to slot (block * block_tokens + offset), as if at once."""
         block_tokens = self.layout.block_tokens
         source, destination = (torch.tensor(slots, device=self.tensor.device) for slots in (sources, destinations))
-        moved = self.tensor[source // block_tokens, :, :, :, source % block_tokens]
-        self.tensor[destination // block_tokens, :, :, :, destination % block_tokens] = moved
+        for part in split_pool(self.tensor) if self.layout.has_scales else (self.tensor,):
+            moved = part[source // block_tokens, :, :, :, source % block_tokens]
+            part[destination // block_tokens, :, :, :, destination % block_tokens] = moved
 
     def save_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         """A copy of the blocks' bytes in host memory, `[blocks, block bytes]`."""
@@ -126,7 +127,7 @@ class DeviceKvMemory(KvMemory):
 
     def poison(self, block: int) -> None:
         """Fills one block with NaN."""
-        self.tensor[block].fill_(torch.nan)
+        self.tensor[block].view(torch.uint8).fill_(POISON_BYTE)
 
     def close(self) -> None:
         """Gives the memory back to torch (idempotent)."""

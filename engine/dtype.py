@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from cluster.errors import StartupError
+from cluster.kv_layout import FP8_KV
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+# What a pool's tensor is made of: FP8 values and their scales are bytes to whoever only moves them.
+POOL_DTYPES = TORCH_DTYPES | {FP8_KV: torch.uint8}
 # Either one multiplies bf16 natively; without them bf16 is emulated and slower than float32.
 _BF16_CPU_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 

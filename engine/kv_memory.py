@@ -1,7 +1,8 @@
 """The KV pool's memory: one mapping seen as a tensor, as an address and as runs of bytes.
 
-The order is `[blocks, layers, 2, kv_heads, block_tokens, head_dim]` (`cluster.kv_layout`). Who owns which block is the
-block pool's business: this file does not know.
+The order is `[blocks, layers, 2, kv_heads, block_tokens, head_dim]` (`cluster.kv_layout`); of FP8 KV the last
+dimension counts the bytes of a token with its scale, and `engine.kernels.fp8_kv` tells them apart. Who owns which block
+is the block pool's business: this file does not know.
 
     mapping (anonymous, or a memfd that a peer on this host may map)
       ├── tensor   [blocks, layers, 2, kv_heads, block_tokens, head_dim]   for torch
@@ -16,14 +17,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.byte_runs import EqualRuns
 from cluster.errors import StartupError
-from cluster.kv_layout import ELEMENT_BYTES, KvLayout
+from cluster.kv_layout import ELEMENT_BYTES, FP8_KV, ORDER, ORDER_WITH_SCALES, SCALE_BYTES, KvLayout
 from engine.model_config import ModelConfig
 
 if TYPE_CHECKING:  # the mock engine has a pool and no torch
@@ -36,7 +37,13 @@ POISON_BYTE = 0xFF
 
 
 def layout_of(config: ModelConfig, dtype: str, block_tokens: int) -> KvLayout:
-    """The pool's layout for one model."""
+    """The pool's layout for one model. Raises `StartupError` where FP8's scales would not be aligned."""
+    if dtype == FP8_KV and config.head_dim * block_tokens % SCALE_BYTES:
+        raise StartupError(
+            f"FP8 KV needs block_tokens times the head size ({block_tokens} x {config.head_dim}) to be a multiple of "
+            f"{SCALE_BYTES}",
+            param="block_tokens",
+        )
     return KvLayout(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -44,6 +51,7 @@ def layout_of(config: ModelConfig, dtype: str, block_tokens: int) -> KvLayout:
         dtype=dtype,
         element_bytes=ELEMENT_BYTES[dtype],
         block_tokens=block_tokens,
+        order=ORDER_WITH_SCALES if dtype == FP8_KV else ORDER,
     )
 
 
@@ -55,6 +63,18 @@ class CellWrite:
 
     def finish(self) -> None:
         """They are there already."""
+
+
+class SizedPool(Protocol):
+    layout: KvLayout
+    num_blocks: int
+
+
+def pool_shape(pool: SizedPool) -> tuple[int, int, int, int, int, int]:
+    """Of its tensor."""
+    layout = pool.layout
+    row = layout.token_bytes // layout.element_bytes
+    return (pool.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, row)
 
 
 class KvMemory:
@@ -103,14 +123,9 @@ class KvMemory:
         """The pool as a tensor [blocks, layers, 2, kv_heads, block_tokens, head_dim]."""
         import torch
 
-        from engine.dtype import TORCH_DTYPES
+        from engine.dtype import POOL_DTYPES
 
-        layout = self.layout
-        return (
-            torch.from_numpy(self._array)
-            .view(TORCH_DTYPES[layout.dtype])
-            .view(self.num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_tokens, layout.head_dim)
-        )
+        return torch.from_numpy(self._array).view(POOL_DTYPES[self.layout.dtype]).view(pool_shape(self))
 
     @property
     def address(self) -> int:
@@ -160,11 +175,17 @@ class KvMemory:
     def move_tokens(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copies tokens' KV, all layers, from slot to slot (block * block_tokens + offset), as if at once."""
         layout = self.layout
-        head_bytes = layout.head_dim * layout.element_bytes
-        slots = self._array.reshape(self.num_blocks, -1, layout.block_tokens, head_bytes)
         from_blocks, from_offsets = np.divmod(np.asarray(sources), layout.block_tokens)
         to_blocks, to_offsets = np.divmod(np.asarray(destinations), layout.block_tokens)
-        slots[to_blocks, :, to_offsets] = slots[from_blocks, :, from_offsets]
+        planes = self._array.reshape(self.num_blocks, -1, layout.head_bytes)
+        row_bytes = layout.head_dim * layout.element_bytes
+        parts = [(0, row_bytes)]
+        if layout.has_scales:
+            parts.append((layout.block_tokens * row_bytes, SCALE_BYTES))
+        for start, size in parts:
+            # A view: splitting the last axis copies nothing.
+            slots = planes[:, :, start : start + layout.block_tokens * size].reshape(*planes.shape[:2], -1, size)
+            slots[to_blocks, :, to_offsets] = slots[from_blocks, :, from_offsets]
 
     def save_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         """A copy of the blocks' bytes, `[blocks, block bytes]`."""

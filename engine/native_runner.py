@@ -176,7 +176,7 @@ class NativeRunner:
         if (layout.num_layers, layout.num_kv_heads, layout.head_dim) != expected:
             raise StartupError(f"the KV pool {layout} does not fit the model (layers, heads, size: {expected})")
         if layout.dtype not in ("bfloat16", "float32"):
-            raise StartupError(f"the native backend keeps KV in bfloat16 or float32, not {layout.dtype}")
+            raise StartupError(f"backend native keeps KV in bfloat16 or float32, not {layout.dtype}", param="kv_dtype")
         pool = KvPool(memory.address, memory.num_blocks, layout.block_tokens, int(layout.dtype == "bfloat16"))
         native_library.check(self._library.tandem_model_attach_pool(self._model, ctypes.byref(pool)))
 

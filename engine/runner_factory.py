@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from cluster.errors import StartupError
-from cluster.kv_layout import KvLayout
+from cluster.kv_layout import FP8_KV, KvLayout
 from cluster.model_files import resolve_model
 from cluster.worker_settings import WorkerSettings
 from engine.device_kv_memory import DeviceKvMemory
@@ -74,10 +74,10 @@ def build_runner(settings: WorkerSettings, *, shareable_pool: bool = False) -> B
         max_model_len = model_length(settings, weights.config)
         device = _device(settings)
         dtype = resolve_dtype(settings.dtype, device, cpu_features())
-        layout = layout_of(weights.config, dtype, settings.block_tokens)
+        layout = layout_of(weights.config, FP8_KV if settings.kv_dtype == "fp8" else dtype, settings.block_tokens)
         memory = _open_memory(settings, layout, device, shareable=shareable_pool)
         try:
-            runner, fallback = _pick_backend(settings, weights, memory, max_model_len)
+            runner, fallback = _pick_backend(settings, weights, memory, dtype, max_model_len)
         except BaseException:
             memory.close()
             raise
@@ -97,7 +97,7 @@ def _device(settings: WorkerSettings) -> torch.device:
             "memory: use shm, tcp or ucx",
             param="transports",
         )
-    return triton_device(settings.quantization)
+    return triton_device(settings.quantization, settings.kv_dtype)
 
 
 def _open_memory(settings: WorkerSettings, layout: KvLayout, device: torch.device, *, shareable: bool) -> KvMemory:
@@ -148,11 +148,12 @@ def free_memory_bytes() -> int:
 
 
 def _pick_backend(
-    settings: WorkerSettings, weights: WeightSource, memory: KvMemory, max_model_len: int
+    settings: WorkerSettings, weights: WeightSource, memory: KvMemory, dtype: str, max_model_len: int
 ) -> tuple[ModelRunner, Fallback | None]:
     if settings.backend == "triton":
-        runner = triton_runner(weights, memory, quantization=settings.quantization, max_model_len=max_model_len)
-        return runner, None
+        return triton_runner(
+            weights, memory, quantization=settings.quantization, max_model_len=max_model_len, dtype=dtype
+        ), None
     if settings.backend == "torch":
         if settings.quantization != "none":
             raise StartupError(
@@ -160,20 +161,24 @@ def _pick_backend(
                 "needs backend native",
                 param="quantization",
             )
-        return TorchRunner(weights, memory, max_model_len=max_model_len), None
+        return TorchRunner(weights, memory, dtype=dtype, max_model_len=max_model_len), None
     try:
-        return _native_runner(settings, weights, memory), None
+        return _native_runner(settings, weights, memory, dtype), None
     except StartupError as error:
         # Blocks of a file have the same values in torch, only larger; int8 and int4 are a user's own choice to round.
         if settings.backend == "native" or settings.quantization in ("int8", "int4", "fp8"):
             raise
-        runner = TorchRunner(weights, memory, max_model_len=max_model_len)
+        runner = TorchRunner(weights, memory, dtype=dtype, max_model_len=max_model_len)
         return runner, Fallback("backend", wanted="native", used="torch", reason=error.message)
 
 
-def _native_runner(settings: WorkerSettings, weights: WeightSource, memory: KvMemory) -> ModelRunner:
+def _native_runner(settings: WorkerSettings, weights: WeightSource, memory: KvMemory, dtype: str) -> ModelRunner:
     if settings.quantization == "fp8":
         raise StartupError("quantization fp8 needs backend triton", param="quantization")
+    if settings.kv_dtype == "fp8":
+        raise StartupError(
+            "backend native keeps KV as it computes: kv_dtype fp8 needs backend torch or triton", param="kv_dtype"
+        )
     # Not at the top: where the library was not built, this file must still import.
     from engine.native_runner import NativeRunner
 
@@ -181,7 +186,7 @@ def _native_runner(settings: WorkerSettings, weights: WeightSource, memory: KvMe
         weights.config,
         weights,
         memory,
-        dtype=memory.layout.dtype,
+        dtype=dtype,
         quantization=settings.quantization,
         num_threads=settings.num_threads,
     )

@@ -41,11 +41,12 @@ class TorchRunner:
         weights: WeightSource,
         memory: PoolTensor,
         *,
+        dtype: str = "",
         max_model_len: int = 0,
         operations: OperationTable = REFERENCE,
         backend: str = "torch",
     ) -> None:
-        """Computes in the pool's dtype. `max_model_len` bounds positions; 0 is the model's own context.
+        """Computes in `dtype`; without one, in the pool's. `max_model_len` bounds positions; 0: the model's context.
 
         Raises `StartupError` when the pool was laid out for another model.
         """
@@ -60,7 +61,7 @@ class TorchRunner:
             self._decoder = Decoder(
                 weights,
                 operations,
-                dtype=TORCH_DTYPES[layout.dtype],
+                dtype=TORCH_DTYPES[dtype or layout.dtype],
                 device=self._pool.device,
                 max_positions=max_model_len or self.config.max_model_len,
             )

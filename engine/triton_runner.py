@@ -16,7 +16,7 @@ QUANTIZATIONS = ("none", "int4", "int8", "fp8")
 FP8_CAPABILITY = (8, 9)
 
 
-def triton_device(quantization: str) -> torch.device:
+def triton_device(quantization: str, kv_dtype: str = "auto") -> torch.device:
     """The GPU, or the CPU under Triton's interpreter (`TRITON_INTERPRET=1`: slow, for tests).
 
     Raises `StartupError` where neither is there, or where the GPU cannot do what is asked.
@@ -31,8 +31,10 @@ def triton_device(quantization: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise StartupError("backend triton needs a GPU: use auto, native or torch", param="backend")
-    if quantization == "fp8" and torch.cuda.get_device_capability() < FP8_CAPABILITY:
-        raise StartupError("quantization fp8 needs a GPU of compute capability 8.9 or later", param="quantization")
+    if torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        for setting, value in (("quantization", quantization), ("kv_dtype", kv_dtype)):
+            if value == "fp8":
+                raise StartupError(f"{setting} fp8 needs a GPU of compute capability 8.9 or later", param=setting)
     return torch.device("cuda")
 
 
@@ -44,10 +46,14 @@ class TritonRunner(TorchRunner):
             return super().forward(step, layer_done)
 
 
-def triton_runner(weights: WeightSource, memory: PoolTensor, *, quantization: str, max_model_len: int) -> TorchRunner:
+def triton_runner(
+    weights: WeightSource, memory: PoolTensor, *, quantization: str, max_model_len: int, dtype: str = ""
+) -> TorchRunner:
     """Call `triton_device` first: it says what is missing."""
     # Not at the top: triton need not be installed where nobody asks for it.
     from engine.kernels.triton.operations import triton_operations
 
     operations = triton_operations(quantization)
-    return TritonRunner(weights, memory, max_model_len=max_model_len, operations=operations, backend="triton")
+    return TritonRunner(
+        weights, memory, dtype=dtype, max_model_len=max_model_len, operations=operations, backend="triton"
+    )

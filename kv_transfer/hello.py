@@ -97,6 +97,8 @@ def compare(mine: HandoffIdentity, hello: handoff_pb2.Hello) -> list[handoff_pb2
 
 
 def _divides(mine: KvLayout, theirs: handoff_pb2.KvLayout) -> bool:
+    if mine.has_scales:  # they lie behind each block's values: nothing regroups them on the way
+        return False
     smaller, larger = sorted((mine.block_tokens, theirs.block_tokens))
     return smaller > 0 and larger % smaller == 0
 

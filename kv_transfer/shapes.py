@@ -76,6 +76,8 @@ def differing_field(source: KvLayout, target: KvLayout) -> str:
     for name in ("num_layers", "head_dim", "dtype", "order"):
         if getattr(source, name) != getattr(target, name):
             return name
+    if source.has_scales:  # they lie behind each block's values: nothing regroups them
+        return "" if source.block_tokens == target.block_tokens else "block_tokens"
     larger, smaller = max(source.block_tokens, target.block_tokens), min(source.block_tokens, target.block_tokens)
     return "block_tokens" if larger % smaller else ""
 

@@ -25,6 +25,9 @@ Quantization = Annotated[
     Literal["none", "int8", "int4", "fp8", "gguf"] | None,
     typer.Option(help="weights; gguf keeps the file's own blocks"),
 ]
+KvDtype = Annotated[
+    Literal["auto", "fp8"] | None, typer.Option(help="KV as the model computes, or e4m3 with scales (torch and triton)")
+]
 Transport = Annotated[str | None, typer.Option(help="how KV travels, in order of preference: shm,tcp; or auto")]
 Count = Annotated[int | None, typer.Option(help="worker processes of this role", min=0)]
 
@@ -38,6 +41,7 @@ def serve(
     ] = None,
     backend: Backend = None,
     quantization: Quantization = None,
+    kv_dtype: KvDtype = None,
     speculation: Annotated[
         str | None, typer.Option(help="off, auto, ngram, suffix, draft, eagle or medusa: guess and verify tokens")
     ] = None,
@@ -99,6 +103,7 @@ def serve(
 
     flags = {
         "model": model, "engine": engine, "dtype": dtype, "backend": backend, "quantization": quantization,
+        "kv_dtype": kv_dtype,
         "speculation": speculation, "num_drafts": num_drafts, "draft_model": draft_model,
         "verification": verification,
         "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,

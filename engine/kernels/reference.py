@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as functional
 
+from engine.kernels import fp8_kv
+
 
 def add_rms_norm(hidden: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm of `hidden + residual` over the last dimension; the sum is left in `residual`.
@@ -45,10 +47,17 @@ def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
 def kv_write(key: torch.Tensor, value: torch.Tensor, pool: torch.Tensor, layer: int, slots: torch.Tensor) -> None:
     """Puts key and value `[num_tokens, kv_heads, head_dim]` into `pool[block, layer, :, :, offset]`.
 
-    slots `[num_tokens]` int64: block * block_tokens + offset.
+    slots `[num_tokens]` int64: block * block_tokens + offset. FP8 pools get values and scales (`fp8_kv`).
     """
     block_tokens = pool.shape[4]
     blocks, offsets = slots // block_tokens, slots % block_tokens
+    if fp8_kv.is_fp8(pool):
+        values, scales = (part[:, layer] for part in fp8_kv.split_pool(pool))
+        for index, rows in enumerate((key, value)):
+            quantized, row_scales = fp8_kv.quantize(rows)
+            values[blocks, index, :, offsets] = quantized.view(torch.uint8)
+            scales[blocks, index, :, offsets] = row_scales
+        return
     cells = pool[:, layer]
     cells[blocks, 0, :, offsets] = key
     cells[blocks, 1, :, offsets] = value

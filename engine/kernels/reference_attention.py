@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as functional
 
+from engine.kernels import fp8_kv
 from engine.step import StepInput
 
 # A group's keys and values for one layer: about what a core's share of the last-level cache holds.
@@ -67,6 +68,7 @@ class AttentionPlan:
         self._cells = pool.view(-1, pool.shape[4] * pool.shape[5])
         self._groups = groups
         self._num_tokens = num_tokens
+        self._block_tokens = int(pool.shape[4])
         largest = max((group.cells.shape[0] for group in groups), default=0)
         # One buffer for every group and layer: fresh memory would cost a page fault for each page, each time.
         self._fetched = pool.new_empty((largest, self._cells.shape[1]))
@@ -81,13 +83,15 @@ class AttentionPlan:
         for group in self._groups:
             keys, values = self._fetch(group, cells_before_layer)
             answer = self._attend_group(group, query, keys, values)
-            output.index_copy_(0, group.output_rows, answer)
+            output.index_copy_(0, group.output_rows, answer.to(output.dtype))
         return output.view(self._num_tokens, -1)
 
     def _fetch(self, group: _Group, cells_before_layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `[G, kv_heads, K, head_dim]` with zeros past each context."""
         fetched = self._fetched[: group.cells.shape[0]]
         torch.index_select(self._cells, 0, group.cells + cells_before_layer, out=fetched)
+        if fp8_kv.is_fp8(self._cells):
+            fetched = fp8_kv.dequantize(*fp8_kv.split_planes(fetched, self._block_tokens))
         fetched.view(-1, self._shape.head_dim).index_fill_(0, group.garbage, 0.0)
         both = fetched.view(2, group.num_sequences, self._shape.num_kv_heads, -1, self._shape.head_dim)
         return both[0], both[1]
@@ -100,6 +104,7 @@ class AttentionPlan:
         heads_per_kv = shape.num_heads // shape.num_kv_heads
         queries = (
             query.index_select(0, group.query_rows)
+            .to(keys.dtype)
             .view(num_sequences, num_queries, shape.num_kv_heads, heads_per_kv, shape.head_dim)
             .permute(0, 2, 3, 1, 4)
         )
@@ -215,8 +220,10 @@ class _Planner:
             is_hidden = torch.from_numpy(_hidden_in_trees(self._step.tree_masks[rows], roots, offsets, positions))
         if self._shape.sliding_window:
             is_hidden |= key_positions <= query_positions - self._shape.sliding_window
-        masked = torch.finfo(self._pool.dtype).min / 2
-        mask = torch.zeros(is_hidden.shape, dtype=self._pool.dtype).masked_fill_(is_hidden, masked)
+        # FP8 is widened to float32, every other KV is of the dtype that the model computes in.
+        dtype = torch.float32 if fp8_kv.is_fp8(self._pool) else self._pool.dtype
+        masked = torch.finfo(dtype).min / 2
+        mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, masked)
         mask = mask.unsqueeze(1).to(self._pool.device)
         heads_per_kv, num_kv_heads = self._shape.num_heads // self._shape.num_kv_heads, self._shape.num_kv_heads
         if offsets.shape[1] <= MAX_FOLDED_QUERIES:

@@ -31,12 +31,13 @@ def test_a_floor_is_the_larger_of_bytes_and_operations() -> None:
 
 
 def test_every_attention_case_runs_and_counts_its_kv_once() -> None:
-    cases = list(gpu.attention_cases(TINY, CPU, torch.float16, [(2, 40, 1), (1, 33, 3)], [(1, 20)], 1))
+    cases = list(gpu.attention_cases(TINY, CPU, torch.float16, [(2, 40, 1), (1, 33, 3)], [(1, 20)], 1, has_fp8=True))
     # 2 sequences x 40 tokens x (key, value) x 2 KV heads x 16 x 2 bytes
     assert cases[0].num_bytes == 2 * 40 * 2 * 2 * 16 * 2
-    assert cases[1].num_operations == 4 * 3 * 33 * 4 * 16
+    assert cases[1].num_bytes == 2 * 40 * 2 * 2 * (16 + 4)
+    assert cases[2].num_operations == 4 * 3 * 33 * 4 * 16
     results = list(gpu.measure(iter(cases), RATES, run_once))
-    assert [result.name.split(",")[0] for result in results] == ["decode attention"] * 2 + ["prefill attention"]
+    assert [result.name.split(",")[0] for result in results] == ["decode attention"] * 4 + ["prefill attention"]
 
 
 def test_every_other_case_runs() -> None:

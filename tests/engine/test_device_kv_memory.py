@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,18 +13,23 @@ pytest.importorskip("triton")
 from cluster.errors import EngineFailure, StartupError
 from cluster.kv_layout import KvLayout
 from engine.device_kv_memory import DeviceKvMemory
-from engine.kv_memory import KvMemory
+from engine.kv_memory import POISON_BYTE, KvMemory
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, dtype="bfloat16", element_bytes=2, block_tokens=4)
 
 
-@pytest.fixture
-def pools() -> tuple[KvMemory, DeviceKvMemory]:
+FP8_LAYOUT = replace(LAYOUT, dtype="fp8_e4m3", element_bytes=1)
+
+
+@pytest.fixture(params=[LAYOUT, FP8_LAYOUT], ids=["bf16", "fp8"])
+def pools(request: pytest.FixtureRequest) -> tuple[KvMemory, DeviceKvMemory]:
     """A host pool and a device pool with the same content."""
-    host, device = KvMemory(LAYOUT, 5), DeviceKvMemory(LAYOUT, 5, torch.device("cpu"))
-    content = torch.randn(host.tensor.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    host.tensor.copy_(content)
-    device.tensor.copy_(content)
+    layout: KvLayout = request.param
+    host, device = KvMemory(layout, 5), DeviceKvMemory(layout, 5, torch.device("cpu"))
+    content = torch.randint(0, 256, (host.size_bytes,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    host.tensor.copy_(content.view(host.tensor.dtype).view(host.tensor.shape))
+    device.tensor.copy_(host.tensor)
+    assert device.tensor.shape == host.tensor.shape
     return host, device
 
 
@@ -48,9 +55,10 @@ def test_saved_blocks_come_back_into_others_and_between_both_kinds(pools: tuple[
 
 def test_zero_and_poison(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
     _, device = pools
+    before = device.tensor[1].view(torch.uint8).clone()
     device.poison(2)
-    assert device.tensor[2].isnan().all()
-    assert not device.tensor[1].isnan().any()
+    assert (device.tensor[2].view(torch.uint8) == POISON_BYTE).all()
+    assert torch.equal(device.tensor[1].view(torch.uint8), before)
     device.zero()
     assert not device.tensor.any()
 
@@ -68,7 +76,7 @@ def test_cells_are_read_as_the_hosts_and_are_no_place_to_write(
 
 def test_written_cells_are_in_the_pool_once_they_are_finished(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
     before = pools[1].tensor.clone()
-    payload = bytes(range(128)) * (2 * LAYOUT.cell_bytes // 128)
+    payload = bytes(range(32)) * (2 * pools[0].layout.cell_bytes // 32)
     writes = [pool.begin_write([4, 1], 1, 1) for pool in pools]
     for write in writes:
         place = 0

@@ -77,6 +77,7 @@ def test_auto_without_native_falls_back_to_torch_and_says_why(
         ({"backend": "native"}, "not built"),
         ({"quantization": "int8"}, "not built"),
         ({"backend": "triton", "quantization": "gguf"}, "keeps weights as"),
+        ({"backend": "native", "kv_dtype": "fp8"}, "kv_dtype fp8 needs backend torch or triton"),
         ({"backend": "triton", "transports": ("shm", "nixl")}, "nixl writes into the KV pool by its address"),
         ({"quantization": "fp8"}, "needs backend triton"),
         ({"backend": "torch", "quantization": "gguf"}, "needs backend native"),
@@ -92,6 +93,17 @@ def test_what_was_asked_for_by_name_is_never_replaced(
     with pytest.raises(StartupError, match=message) as caught:
         build_runner(settings(model_directory, **values))
     assert "\n" not in caught.value.message
+
+
+def test_fp8_kv_takes_the_backend_that_has_it_and_says_so(model_directory: Path) -> None:
+    built = build_runner(settings(model_directory, dtype="float32", kv_dtype="fp8"))
+    assert built.runner.backend == "torch"
+    assert built.memory.layout.dtype == "fp8_e4m3"
+    assert built.fallback is not None
+    assert (built.fallback.component, built.fallback.wanted, built.fallback.used) == ("backend", "native", "torch")
+    logits = prompt_logits(built.runner, BlockDealer(built.memory), [1, 2, 3, 4, 5], 3)
+    assert logits.isfinite().all()
+    built.memory.close()
 
 
 def test_failed_start_leaves_no_file_descriptor_behind(model_directory: Path) -> None:

@@ -162,6 +162,12 @@ def test_kv18_f27_what_cannot_be_planned_for_is_named(field: str, value: object)
         CellGather(KvMemory(mine, 1), replace(mine, **{field: value}), HeadRange(0, 2), HeadRange(0, 2))  # type: ignore[arg-type]
 
 
+def test_fp8_blocks_of_another_size_are_refused() -> None:
+    mine = replace(layout(2, 16), dtype="fp8_e4m3", element_bytes=1)
+    assert differing_field(mine, mine) == ""
+    assert differing_field(mine, replace(mine, block_tokens=32)) == "block_tokens"
+
+
 def test_the_part_of_a_block_that_the_prompt_does_not_reach_is_zero() -> None:
     source = Rank(1, 1, 0, 16, 20)
     source.write(20)

@@ -31,6 +31,16 @@ from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefi
 from engine.kernels.triton.launch_config import LaunchConfig
 
 WARP_SIZE = 32
+# head size, block tokens, query heads for each KV head, new tokens, with a tree, FP8 KV
+ATTENTION_SHAPES = (
+    (64, 16, 3, 1, False, False),
+    (128, 16, 8, 1, False, False),
+    (128, 64, 8, 16, True, False),
+    (256, 16, 4, 1, False, False),
+    (64, 16, 3, 1, False, True),
+    (128, 16, 8, 16, True, True),
+    (256, 16, 4, 1, False, True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class KernelSpec:
     pointers: dict[str, str]
     floats: tuple[str, ...] = ()
     is_decode: bool = False
-    min_arch: int = 80  # FP8 products need compute capability 8.9
+    min_arch: int = 80  # FP8 needs compute capability 8.9
 
     @property
     def name(self) -> str:
@@ -63,42 +73,11 @@ class CompiledKernel:
 
 
 def kernel_specs(element: str = "bf16") -> Iterator[KernelSpec]:
-    """The shapes that are checked: heads of 64 to 256, blocks of 16 and 64, groups of 3 to 8, 1 and 16 new tokens."""
+    """Every kernel at the shapes that are checked."""
     half = f"*{element}"
-    attention = {"query": half, "pool": half, "block_tables": "*i32", "context_lens": "*i32", "query_starts": "*i32"}
-    for head_dim, block_tokens, group, num_query_tokens, has_tree in (
-        (64, 16, 3, 1, False),
-        (128, 16, 8, 1, False),
-        (128, 64, 8, 16, True),
-        (256, 16, 4, 1, False),
-    ):
-        split = paged_attention.split_config(head_dim, block_tokens, group, num_query_tokens, 8, has_tree=has_tree)
-        yield KernelSpec(
-            paged_attention._split_kernel,
-            split,
-            {**attention, "tree_masks": "*i32", "partial": "*fp32", "log_sums": "*fp32"},
-            floats=("scale",),
-            is_decode=True,
-        )
-        padded = triton.next_power_of_2(head_dim)
-        yield KernelSpec(
-            paged_attention._merge_kernel,
-            LaunchConfig(
-                {"HEAD_DIM": head_dim, "HEAD_DIM_PADDED": padded, "NUM_SPLITS": 8, "SPLITS_PADDED": 8}, num_warps=1
-            ),
-            {"partial": "*fp32", "log_sums": "*fp32", "output": half},
-            is_decode=True,
-        )
-        yield KernelSpec(
-            prefill_attention._prefill_kernel,
-            prefill_attention.prefill_config(head_dim, block_tokens, group, 512, 0, has_tree=has_tree),
-            {**attention, "tree_masks": "*i32", "output": half},
-            floats=("scale",),
-        )
-        yield KernelSpec(
-            kv_cells._kv_write_kernel,
-            LaunchConfig({"HEAD_DIM": head_dim, "HEAD_DIM_PADDED": padded, "BLOCK_TOKENS": block_tokens}, num_warps=1),
-            {"key": half, "value": half, "pool": half, "slots": "*i64"},
+    for head_dim, block_tokens, group, num_query_tokens, has_tree, has_scales in ATTENTION_SHAPES:
+        yield from attention_specs(
+            half, head_dim, block_tokens, group, num_query_tokens, has_tree=has_tree, has_scales=has_scales
         )
     for is_gather in (True, False):
         yield KernelSpec(
@@ -154,6 +133,65 @@ def kernel_specs(element: str = "bf16") -> Iterator[KernelSpec]:
         LaunchConfig({"ELEMENTS": 1024}),
         {"gate_up": half, "output": half},
         is_decode=True,
+    )
+
+
+def attention_specs(
+    half: str,
+    head_dim: int,
+    block_tokens: int,
+    group: int,
+    num_query_tokens: int,
+    *,
+    has_tree: bool,
+    has_scales: bool,
+) -> Iterator[KernelSpec]:
+    """The kernels that read or write KV, for one model's shape."""
+    pool = {"pool": "*fp8e4nv" if has_scales else half, "scales": "*fp32" if has_scales else half}
+    attention = {"query": half, **pool, "block_tables": "*i32", "context_lens": "*i32", "query_starts": "*i32"}
+    min_arch = 89 if has_scales else 80
+    yield KernelSpec(
+        paged_attention._split_kernel,
+        paged_attention.split_config(
+            head_dim, block_tokens, group, num_query_tokens, 8, has_tree=has_tree, has_scales=has_scales
+        ),
+        {**attention, "tree_masks": "*i32", "partial": "*fp32", "log_sums": "*fp32"},
+        floats=("scale",),
+        is_decode=True,
+        min_arch=min_arch,
+    )
+    padded = triton.next_power_of_2(head_dim)
+    yield KernelSpec(
+        paged_attention._merge_kernel,
+        LaunchConfig(
+            {"HEAD_DIM": head_dim, "HEAD_DIM_PADDED": padded, "NUM_SPLITS": 8, "SPLITS_PADDED": 8}, num_warps=1
+        ),
+        {"partial": "*fp32", "log_sums": "*fp32", "output": half},
+        is_decode=True,
+    )
+    yield KernelSpec(
+        prefill_attention._prefill_kernel,
+        prefill_attention.prefill_config(
+            head_dim, block_tokens, group, 512, 0, has_tree=has_tree, has_scales=has_scales
+        ),
+        {**attention, "tree_masks": "*i32", "output": half},
+        floats=("scale",),
+        min_arch=min_arch,
+    )
+    yield KernelSpec(
+        kv_cells._kv_write_kernel,
+        LaunchConfig(
+            {
+                "HEAD_DIM": head_dim,
+                "HEAD_DIM_PADDED": padded,
+                "BLOCK_TOKENS": block_tokens,
+                "HAS_SCALES": has_scales,
+            },
+            num_warps=1,
+        ),
+        {"key": half, "value": half, **pool, "slots": "*i64"},
+        is_decode=True,
+        min_arch=min_arch,
     )
 
 

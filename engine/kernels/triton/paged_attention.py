@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels import fp8_kv
 from engine.kernels.triton.launch_config import LaunchConfig, must_widen_dots
 
 MIN_DOT_ROWS = 16  # tl.dot takes at least 16 rows
@@ -47,13 +48,23 @@ def paged_attention(
     num_kv_heads, block_tokens = pool.shape[3], pool.shape[4]
     group = num_heads // num_kv_heads
     num_sequences = context_lens.shape[0]
-    config = split_config(head_dim, block_tokens, group, max_query_tokens, num_splits, has_tree=tree_masks is not None)
+    has_scales = fp8_kv.is_fp8(pool)
+    config = split_config(
+        head_dim,
+        block_tokens,
+        group,
+        max_query_tokens,
+        num_splits,
+        has_tree=tree_masks is not None,
+        has_scales=has_scales,
+    )
     partial = query.new_empty((num_splits, num_tokens, num_heads, head_dim), dtype=torch.float32)
     log_sums = query.new_empty((num_splits, num_tokens, num_heads), dtype=torch.float32)
     output = torch.empty_like(query)
     _split_kernel[(num_sequences, num_kv_heads, num_splits)](
         query,
-        pool,
+        pool.view(fp8_kv.VALUE_DTYPE) if has_scales else pool,
+        pool.view(torch.float32) if has_scales else pool,
         block_tables,
         context_lens,
         query_starts,
@@ -68,6 +79,7 @@ def paged_attention(
         pool.stride(0),
         pool.stride(1),
         pool.stride(2),
+        pool.stride(3),
         **config.constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -88,7 +100,14 @@ def paged_attention(
 
 
 def split_config(
-    head_dim: int, block_tokens: int, group: int, max_query_tokens: int, num_splits: int, *, has_tree: bool
+    head_dim: int,
+    block_tokens: int,
+    group: int,
+    max_query_tokens: int,
+    num_splits: int,
+    *,
+    has_tree: bool,
+    has_scales: bool,
 ) -> LaunchConfig:
     """Constants of the split kernel, chosen so that nothing spills on sm_80 and sm_90."""
     rows = max(MIN_DOT_ROWS, triton.next_power_of_2(max_query_tokens * group))
@@ -101,6 +120,7 @@ def split_config(
         "TILE_TOKENS": 64 if head_dim <= 128 else 32,
         "NUM_SPLITS": num_splits,
         "HAS_TREE": has_tree,
+        "HAS_SCALES": has_scales,
         "WIDEN": must_widen_dots(),
     }
     return LaunchConfig(constants, num_warps=8 if rows * head_dim > 64 * 128 else 4)
@@ -110,6 +130,7 @@ def split_config(
 def _split_kernel(
     query,
     pool,
+    scales,
     block_tables,
     context_lens,
     query_starts,
@@ -124,6 +145,7 @@ def _split_kernel(
     block_stride,
     layer_stride,
     kv_stride,
+    head_stride,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -132,11 +154,13 @@ def _split_kernel(
     TILE_TOKENS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Grid (sequence, KV head, split). One program: all query rows of one KV head against one split of its KV.
 
-    Reads the split's keys and values once (2 x split tokens x HEAD_DIM elements), writes ROWS x HEAD_DIM floats.
+    Reads the split's keys and values once (2 x split tokens x HEAD_DIM elements), writes ROWS x HEAD_DIM floats. FP8 KV
+    is widened to the query's type; its scales, `scales` being the pool as float32, multiply scores and weights.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(query_starts + sequence)
@@ -164,7 +188,7 @@ def _split_kernel(
         tree = tl.load(tree_masks + token_row, mask=is_row, other=0)
         # A row of no tree sees itself and those before it, which is a mask like any other.
         tree = tl.where(tree == 0, (2 << tl.minimum(new_index, 29)) - 1, tree)
-    base = pool + layer.to(tl.int64) * layer_stride + kv_head.to(tl.int64) * BLOCK_TOKENS * HEAD_DIM
+    base = layer.to(tl.int64) * layer_stride + kv_head.to(tl.int64) * head_stride
 
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -173,13 +197,19 @@ def _split_kernel(
         token = start + tl.arange(0, TILE_TOKENS)
         is_token = token < split_end
         block = tl.load(block_tables + sequence * table_stride + token // BLOCK_TOKENS, mask=is_token, other=0)
-        cell = base + block.to(tl.int64)[:, None] * block_stride + (token % BLOCK_TOKENS)[:, None] * HEAD_DIM
+        plane = base + block.to(tl.int64) * block_stride
+        cell = pool + plane[:, None] + (token % BLOCK_TOKENS)[:, None] * HEAD_DIM
         is_element = is_token[:, None] & is_dim[None, :]
         # Masked loads give 0: whatever lies behind the context (NaN in poisoned blocks) never enters a product.
         keys = tl.load(cell + dim[None, :], mask=is_element, other=0.0)
+        if HAS_SCALES:
+            keys = keys.to(query.dtype.element_ty)
         if WIDEN:
             keys = keys.to(tl.float32)
         scores = tl.dot(q, tl.trans(keys)) * (scale * LOG2_E)
+        if HAS_SCALES:
+            token_scale = scales + (plane + BLOCK_TOKENS * HEAD_DIM) // 4 + token % BLOCK_TOKENS
+            scores *= tl.load(token_scale, mask=is_token, other=0.0)[None, :]
         draft = token - first_new
         if HAS_TREE:
             shift = tl.minimum(tl.maximum(draft, 0), 31)
@@ -193,10 +223,13 @@ def _split_kernel(
         weights = tl.exp2(scores - safe_best[:, None])
         fade = tl.exp2(best - safe_best)
         values = tl.load(cell + kv_stride + dim[None, :], mask=is_element, other=0.0)
+        total = total * fade + tl.sum(weights, 1)
+        if HAS_SCALES:
+            values = values.to(query.dtype.element_ty)
+            weights *= tl.load(token_scale + kv_stride // 4, mask=is_token, other=0.0)[None, :]
         if WIDEN:
             values = values.to(tl.float32)
         accumulated = accumulated * fade[:, None] + tl.dot(weights.to(values.dtype), values)
-        total = total * fade + tl.sum(weights, 1)
         best = tile_best
 
     is_seen = total > 0

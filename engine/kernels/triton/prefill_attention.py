@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels import fp8_kv
 from engine.kernels.triton.launch_config import LaunchConfig, must_widen_dots
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -35,6 +36,7 @@ def prefill_attention(
     num_heads, head_dim = query.shape[1], query.shape[2]
     num_kv_heads, block_tokens = pool.shape[3], pool.shape[4]
     output = torch.empty_like(query)
+    has_scales = fp8_kv.is_fp8(pool)
     config = prefill_config(
         head_dim,
         block_tokens,
@@ -42,11 +44,13 @@ def prefill_attention(
         max_query_tokens,
         sliding_window,
         has_tree=tree_masks is not None,
+        has_scales=has_scales,
     )
     grid = (triton.cdiv(max_query_tokens, config.constants["TILE_QUERIES"]), num_heads, context_lens.shape[0])
     _prefill_kernel[grid](
         query,
-        pool,
+        pool.view(fp8_kv.VALUE_DTYPE) if has_scales else pool,
+        pool.view(torch.float32) if has_scales else pool,
         block_tables,
         context_lens,
         query_starts,
@@ -59,6 +63,7 @@ def prefill_attention(
         pool.stride(0),
         pool.stride(1),
         pool.stride(2),
+        pool.stride(3),
         **config.constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -67,7 +72,14 @@ def prefill_attention(
 
 
 def prefill_config(
-    head_dim: int, block_tokens: int, group: int, max_query_tokens: int, sliding_window: int, *, has_tree: bool
+    head_dim: int,
+    block_tokens: int,
+    group: int,
+    max_query_tokens: int,
+    sliding_window: int,
+    *,
+    has_tree: bool,
+    has_scales: bool,
 ) -> LaunchConfig:
     """Constants of the prefill kernel; wide heads take smaller tiles, so that they fit into registers."""
     constants = {
@@ -79,6 +91,7 @@ def prefill_config(
         "TILE_TOKENS": 64 if head_dim <= 128 else 32,
         "SLIDING_WINDOW": sliding_window,
         "HAS_TREE": has_tree,
+        "HAS_SCALES": has_scales,
         "WIDEN": must_widen_dots(),
     }
     return LaunchConfig(constants, num_warps=4 if head_dim <= 64 else 8)
@@ -88,6 +101,7 @@ def prefill_config(
 def _prefill_kernel(
     query,
     pool,
+    scales,
     block_tables,
     context_lens,
     query_starts,
@@ -100,6 +114,7 @@ def _prefill_kernel(
     block_stride,
     layer_stride,
     kv_stride,
+    head_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -108,6 +123,7 @@ def _prefill_kernel(
     TILE_TOKENS: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Grid (query tile, head, sequence). One program: TILE_QUERIES rows of one head against all KV they may see.
@@ -134,7 +150,7 @@ def _prefill_kernel(
     if WIDEN:
         q = q.to(tl.float32)
     kv_head = head // GROUP
-    base = pool + layer.to(tl.int64) * layer_stride + kv_head.to(tl.int64) * BLOCK_TOKENS * HEAD_DIM
+    base = layer.to(tl.int64) * layer_stride + kv_head.to(tl.int64) * head_stride
 
     # A tree's rows are all in the first tile, and none of them stands before its root.
     first_position = first_new + tile * TILE_QUERIES
@@ -149,12 +165,18 @@ def _prefill_kernel(
         token = start + tl.arange(0, TILE_TOKENS)
         is_token = token < end
         block = tl.load(block_tables + sequence * table_stride + token // BLOCK_TOKENS, mask=is_token, other=0)
-        cell = base + block.to(tl.int64)[:, None] * block_stride + (token % BLOCK_TOKENS)[:, None] * HEAD_DIM
+        plane = base + block.to(tl.int64) * block_stride
+        cell = pool + plane[:, None] + (token % BLOCK_TOKENS)[:, None] * HEAD_DIM
         is_element = is_token[:, None] & is_dim[None, :]
         keys = tl.load(cell + dim[None, :], mask=is_element, other=0.0)
+        if HAS_SCALES:
+            keys = keys.to(query.dtype.element_ty)
         if WIDEN:
             keys = keys.to(tl.float32)
         scores = tl.dot(q, tl.trans(keys)) * (scale * LOG2_E)
+        if HAS_SCALES:
+            token_scale = scales + (plane + BLOCK_TOKENS * HEAD_DIM) // 4 + token % BLOCK_TOKENS
+            scores *= tl.load(token_scale, mask=is_token, other=0.0)[None, :]
         sees = (token[None, :] <= index[:, None]) & is_token[None, :]
         if HAS_TREE:
             ahead = token - first_new
@@ -168,10 +190,13 @@ def _prefill_kernel(
         weights = tl.exp2(scores - safe_best[:, None])
         fade = tl.exp2(best - safe_best)
         values = tl.load(cell + kv_stride + dim[None, :], mask=is_element, other=0.0)
+        total = total * fade + tl.sum(weights, 1)
+        if HAS_SCALES:
+            values = values.to(query.dtype.element_ty)
+            weights *= tl.load(token_scale + kv_stride // 4, mask=is_token, other=0.0)[None, :]
         if WIDEN:
             values = values.to(tl.float32)
         accumulated = accumulated * fade[:, None] + tl.dot(weights.to(values.dtype), values)
-        total = total * fade + tl.sum(weights, 1)
         best = tile_best
     result = accumulated / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(output + address, result.to(output.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])

@@ -1,0 +1,43 @@
+"""Workers whose KV differs in its type or in where its scales lie refuse each other by the field's name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tandem.v1 import common_pb2
+
+from cluster.identity import Incarnation, WorkerId
+from cluster.kv_layout import FP8_KV, ORDER_WITH_SCALES, KvLayout
+from kv_transfer.hello import HandoffIdentity, compare, is_refused, make_hello
+
+WIDE = KvLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16", element_bytes=2, block_tokens=16)
+FP8 = replace(WIDE, dtype=FP8_KV, element_bytes=1, order=ORDER_WITH_SCALES)
+
+
+def identity(layout: KvLayout) -> HandoffIdentity:
+    return HandoffIdentity(
+        worker_id=WorkerId("w"),
+        incarnation=Incarnation("1"),
+        role=common_pb2.WORKER_ROLE_DECODE,
+        model_fingerprint="m",
+        layout=layout,
+        hash_test_vector=b"v",
+        host_id="h",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "fatal"),
+    [
+        (FP8, FP8, set()),
+        (FP8, WIDE, {"layout.dtype", "layout.order"}),
+        (WIDE, FP8, {"layout.dtype", "layout.order"}),
+        (FP8, replace(FP8, block_tokens=32), {"layout.block_tokens"}),
+        (WIDE, replace(WIDE, block_tokens=32), set()),
+    ],
+)
+def test_fp8_kv_meets_only_its_own_kind(mine: KvLayout, theirs: KvLayout, fatal: set[str]) -> None:
+    mismatches = compare(identity(mine), make_hello(identity(theirs), (), b"n", 1))
+    assert {mismatch.field for mismatch in mismatches if mismatch.fatal} == fatal
+    assert is_refused(mismatches) == bool(fatal)
