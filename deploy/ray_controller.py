@@ -76,12 +76,14 @@ class ClusterController:
         finally:
             if not self._ready.done():
                 self._ready.set_exception(StartupError(self._failure or "the cluster was stopped while it started"))
-            if self._launcher is not None:
-                self._launcher.close()
 
     async def _serve(self) -> None:
         self._signals = StopSignals()
-        await run_cluster(self._config, self, _for_ever, self._new_launcher, self._signals, self._nodes)
+        try:
+            await run_cluster(self._config, self, _for_ever, self._new_launcher, self._signals, self._nodes)
+        finally:
+            if self._launcher is not None:
+                await self._launcher.close()
 
     def _new_launcher(self, logs: Path, plan: ClusterPlan) -> Launcher:
         workers = [spec for spec in plan.processes if spec.stage is Stage.WORKER]

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from deploy.config import RayConfig
 from deploy.launcher import LaunchedProcess, LocalLauncher
 from deploy.node_addresses import NodeAddresses
 from deploy.process_spec import ProcessSpec, Stage
+from deploy.ray_nodes import NodeRequests, RequestNodes, request_ray_nodes
 from deploy.ray_process_host import ProcessHost
 
 KILLED = -9
@@ -43,6 +44,7 @@ class RayLauncher:
         workers: Sequence[ProcessSpec],
         model: str = "",
         nodes: NodeAddresses | None = None,
+        request_nodes: RequestNodes = request_ray_nodes,
     ) -> None:
         """`workers`: the first ones; their places are reserved together.
 
@@ -52,6 +54,7 @@ class RayLauncher:
         self._config = config
         self._model = model
         self._nodes = nodes
+        self._node_requests = NodeRequests(request_nodes)
         self._local = LocalLauncher(log_directory)
         self._places = {spec.name: index for index, spec in enumerate(workers)}
         self._group: PlacementGroup | None = None
@@ -63,6 +66,16 @@ class RayLauncher:
         """Raises `StartupError` when no node has room in time, or the node cannot run it."""
         if spec.stage is not Stage.WORKER:
             return await self._local.launch(spec)
+        self._node_requests.want(spec.name, _bundle(self._resources(spec.name)))
+        try:
+            process = await self._launch_actor(spec)
+        except BaseException:
+            self._node_requests.release(spec.name)
+            raise
+        process.on_exit(lambda: self._node_requests.release(spec.name))
+        return process
+
+    async def _launch_actor(self, spec: ProcessSpec) -> _RayProcess:
         host = _actor_class().options(**self._options(spec.name)).remote()
         try:
             async with asyncio.timeout(spec.start_timeout_s):
@@ -90,7 +103,8 @@ class RayLauncher:
         self._nodes.assign(spec.name, target)
         return int(pid)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        await self._node_requests.close()
         if self._group is not None:
             with contextlib.suppress(RayError):
                 remove_placement_group(self._group)
@@ -125,6 +139,9 @@ class _RayProcess:
         self._host = host
         self._exited = asyncio.ensure_future(self._wait())
         self._tail: list[str] = []
+
+    def on_exit(self, call: Callable[[], None]) -> None:
+        self._exited.add_done_callback(lambda _: call())
 
     async def wait(self) -> int:
         return await asyncio.shield(self._exited)

@@ -127,6 +127,7 @@ def test_nodes_with_addresses_of_their_own_serve_under_tls_and_the_controller_ma
         listening = _hosts(ray_cluster.folder / "run")
         assert {host for hosts in listening.values() for host in hosts} == {"127.0.0.2", "127.0.0.3"}
         assert all(len(hosts) == 1 for hosts in listening.values()), "control and KV, on the node's address alone"
+        assert _asked_nodes(ray_cluster) == [{"slot": 1.0}, {"slot": 1.0}]
         _controller_process(ray_cluster).kill()
         _until(lambda: _answers(grpc_address), "the cluster is up anew, at the same address")
         assert sorted(_states(ray_cluster, url)) == ["ready", "ready"]
@@ -266,6 +267,21 @@ def redis(ray_cluster: RayCluster) -> Iterator[str]:
     with subprocess.Popen(server, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         yield f"redis://127.0.0.1:{port}/0"
         process.terminate()
+
+
+def _asked_nodes(cluster: RayCluster) -> list[dict[str, float]]:
+    """What Ray's cluster autoscaler would read."""
+    program = (
+        "import ray, sys; from ray.experimental.internal_kv import _internal_kv_get as get\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
+        "print(get(b'autoscaler_resource_request').decode())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, cluster.address], env=cluster.environment,
+        capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+    )  # fmt: skip
+    asked: list[dict[str, float]] = json.loads(ended.stdout.splitlines()[-1])
+    return asked
 
 
 def _hosts(run: Path) -> dict[str, set[str]]:
