@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from deploy.autoscaler.autoscaler import Autoscaler
 from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.journal import Journal
 from deploy.autoscaler.policy_source import PolicySource
+from deploy.autoscaler.prior import planned_model
 from deploy.autoscaler.reports import RedisReports
 from deploy.autoscaler.sampler import Sampler
 from deploy.autoscaler.signals import Pool
@@ -26,6 +28,8 @@ from router.policies import DEFAULT_PRIOR
 # Until the first decode worker has said how many tokens it holds.
 DEFAULT_KV_TOKENS = 65_536
 MAX_KEPT_JOURNALS = 20
+
+_log = logging.getLogger(__name__)
 
 
 def journal_directory() -> Path:
@@ -51,7 +55,10 @@ class AutoscaledPools:
             policies = PolicySource(config.autoscale)
         except YamlSettingsError as error:
             raise StartupError(str(error.problems[0])) from None
-        return cls(policies, _prior(config), plan, journal_directory() / f"{cluster_name}.jsonl")
+        planned = planned_model(config.autoscale)
+        if planned is not None:
+            _log.info("the plan beside %s is the autoscaler's prior", config.autoscale)
+        return cls(policies, planned or _prior(config), plan, journal_directory() / f"{cluster_name}.jsonl")
 
     async def run(self, supervisor: Supervisor) -> None:
         """Until cancelled; then nothing more is started or stopped by it."""

@@ -1,7 +1,7 @@
 """Starting processes somewhere: here as children of this process. A launcher for other machines has the same interface.
 
 A launched process dies with its launcher (SIGKILL included), has its own process group, so that Ctrl-C in a terminal
-reaches the supervisor alone, and writes its output to a file.
+reaches the supervisor alone, and writes its output to a file of bounded size.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import tandem.v1
 import cluster
 from cluster.errors import StartupError
 from cluster.guarded_exec import guarded_command
+from deploy.process_log import ProcessLog
 from deploy.process_spec import ProcessSpec
-
-TAIL_BYTES = 64 * 1024
 
 
 class LaunchedProcess(Protocol):
@@ -62,9 +61,8 @@ class LocalLauncher:
         self._log_directory = log_directory
 
     async def launch(self, spec: ProcessSpec) -> LaunchedProcess:
-        log_file = self._log_directory / f"{spec.name}.log"
-        log_fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        start_of_run = os.fstat(log_fd).st_size
+        log = ProcessLog(self._log_directory / f"{spec.name}.log")
+        log_fd = log.open()
         try:
             process = await asyncio.create_subprocess_exec(
                 *guarded_command(os.getpid(), spec.command),
@@ -78,14 +76,14 @@ class LocalLauncher:
             raise StartupError(f"cannot start {spec.name} ({spec.command[0]}): {error.strerror}") from None
         finally:
             os.close(log_fd)
-        return _LocalProcess(process, log_file, start_of_run)
+        return _LocalProcess(process, log)
 
 
 class _LocalProcess:
-    def __init__(self, process: asyncio.subprocess.Process, log_file: Path, start_of_run: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: ProcessLog) -> None:
         self._process = process
-        self._log_file = log_file
-        self._start_of_run = start_of_run
+        self._log = log
+        self._bounding = asyncio.create_task(log.keep_bounded(process.wait()), name=f"bound-{log.path.name}")
         self._is_group_gone = False
 
     @property
@@ -93,6 +91,7 @@ class _LocalProcess:
         return self._process.pid
 
     async def wait(self) -> int:
+        await asyncio.shield(self._bounding)
         return await self._process.wait()
 
     def terminate(self) -> None:
@@ -108,10 +107,7 @@ class _LocalProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def last_lines(self, count: int) -> list[str]:
-        with self._log_file.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._start_of_run, end - TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-count:]
+        return self._log.last_lines(count)
 
 
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:

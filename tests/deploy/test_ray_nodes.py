@@ -27,10 +27,11 @@ class RecordingRay:
 
     def __call__(self, bundles: Bundles) -> None:
         assert self.may_answer.wait(TIMEOUT_S)
+        error = self.error  # of this call, whatever the test sets once it has been told
         self.requests.append(bundles)
         asyncio.run_coroutine_threadsafe(self._tell(), self._loop)
-        if self.error is not None:
-            raise self.error
+        if error is not None:
+            raise error
 
     async def wait_for(self, count: int) -> None:
         async with asyncio.timeout(TIMEOUT_S), self._asked:
