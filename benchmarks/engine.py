@@ -1,6 +1,6 @@
 """How near the CPU engine is to the machine's limit: decode by batch and context, prefill by length, against floors.
 
-    python -m benchmarks.engine [--model M] [--dtype D] [--quantization Q] [--batches 1,4,8,16,32] [--json]
+    python -m benchmarks.engine [--dtype D] [--quantization Q] [--weight-compression off] [--batches 1,4,8,16] [--json]
 
 A floor is the larger of two times: the bytes that a step must read (weights once, each sequence's KV once) over the
 read rate, and its operations over the product rate, both measured in the same run (`benchmarks.native_floors`). One
@@ -55,8 +55,9 @@ class Figure:
 class EngineUnderTest:
     """One model with a pool large enough for the largest step."""
 
-    def __init__(self, model: str, dtype: str, quantization: str, isa: str, num_tokens: int) -> None:
-        weights = open_weights(resolve_model(model))
+    def __init__(self, options: argparse.Namespace, num_tokens: int) -> None:
+        weights = open_weights(resolve_model(options.model))
+        dtype = options.dtype
         self.config: ModelConfig = weights.config
         num_blocks = num_tokens // BLOCK_TOKENS + 1
         self.memory = KvMemory(layout_of(self.config, dtype, BLOCK_TOKENS), num_blocks)
@@ -66,8 +67,9 @@ class EngineUnderTest:
             weights,
             self.memory,
             dtype=dtype,
-            quantization=quantization,  # type: ignore[arg-type]  # argparse allows only its values
-            isa=isa,
+            quantization=options.quantization,
+            compression=options.weight_compression,
+            isa=options.isa,
         )
         weights.close()
         formats = self.runner.weight_formats
@@ -196,6 +198,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "gguf"), default="none")
+    parser.add_argument("--weight-compression", choices=("auto", "off"), default="auto", help="of bfloat16 weights")
     parser.add_argument("--isa", default="", help="instruction set of the kernels; empty: the best")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 16, 32])
     parser.add_argument("--contexts", type=numbers, default=[128, 2048])
@@ -209,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
     largest = max([max(options.batches) * (max(options.contexts) + BLOCK_TOKENS), *options.prompts])
-    engine = EngineUnderTest(options.model, options.dtype, options.quantization, options.isa, largest)
+    engine = EngineUnderTest(options, largest)
     floors = measure_floors(options.isa)
     figures = [
         measure_decode(engine, floors, batch, context, options.repeats)
@@ -223,7 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [asdict(row) | {"share_of_floor": row.share_of_floor} for row in figures]
         print(json.dumps({"status": status, "figures": rows, "python_share": python_share}, indent=1))
     else:
-        print(f"{options.model} {options.dtype} {options.quantization}, kernels {engine.runner.status()['isa']}")
+        kept = " + ".join(engine.runner.weight_formats)
+        print(
+            f"{options.model} {options.dtype} {options.quantization} ({kept}), kernels {engine.runner.status()['isa']}"
+        )
         print_table(figures, floors)
         print(f"Python's share of a decode step of one sequence: {python_share:.1%}")
     engine.runner.close()

@@ -45,6 +45,9 @@ class EngineSettings(BaseModel):
     kv_dtype: Literal["auto", "fp8"] = Field(
         default="auto", description="auto: as the model computes; fp8: e4m3 with a scale for each token and head"
     )
+    weight_compression: Literal["auto", "off"] = Field(
+        default="auto", description="bfloat16 weights in 12 bits without loss, where the CPU decodes them on the way"
+    )
     speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = Field(
         default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
     )

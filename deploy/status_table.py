@@ -13,11 +13,13 @@ Status = Mapping[str, Any]
 
 
 def status_tables(status: Status) -> Group:
-    """Pools with load and block conservation, then drafts, second choices that were taken, and KV links."""
+    """Pools with load and block conservation, then kernels, drafts, second choices that were taken, and KV links."""
     workers = sorted(status.get("workers", ()), key=lambda worker: (worker["role"], worker["worker_id"]))
     parts: list[RenderableType] = [_headline(status, workers), _workers(workers)]
     parts += [
-        table for table in (_speculation(workers), _fallbacks(status, workers), _links(workers)) if table.row_count
+        table
+        for table in (_kernels(workers), _speculation(workers), _fallbacks(status, workers), _links(workers))
+        if table.row_count
     ]
     return Group(*parts)
 
@@ -74,6 +76,29 @@ def _state(worker: Status) -> Text:
 def _usage(load: Status) -> str:
     total, free = int(load.get("total_blocks", 0)), int(load.get("free_blocks", 0))
     return f"{(total - free) / total:.0%} of {total}" if total else "-"
+
+
+def _kernels(workers: list[Status]) -> Table:
+    """What the native engine's kernels run on and how the weights lie in memory."""
+    table = Table(title="kernels", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("worker", "backend", "instructions", "weights", "MB", "huge pages", "kept apart"):
+        table.add_column(name)
+    for worker in workers:
+        details = worker.get("details", {})
+        if "isa" not in details:
+            continue
+        size, huge = int(details.get("weight_bytes", 0)), int(details.get("weight_bytes_on_huge_pages", 0))
+        exceptions, panels = (details.get(f"compressed_{kind}", "") for kind in ("exceptions", "plain_panels"))
+        table.add_row(
+            str(worker["worker_id"]),
+            str(details.get("backend", "")),
+            str(details["isa"]),
+            str(details.get("weights", "")),
+            f"{size / 1e6:.0f}",
+            f"{min(1.0, huge / size):.0%}" if size else "-",
+            f"{exceptions} weights, {panels} panels" if exceptions else "-",
+        )
+    return table
 
 
 def _speculation(workers: list[Status]) -> Table:

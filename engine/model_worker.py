@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +24,13 @@ from engine.worker_engine import OpenSpeculator, WorkerEngine, engine_limits, st
 SHOWN_CPU_FEATURES = frozenset(
     {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "sve"}
 )
+
+
+@runtime_checkable
+class HasKernelDetails(Protocol):
+    """A runner that can say more of its kernels than its backend's name."""
+
+    def kernel_details(self) -> dict[str, str]: ...
 
 
 def open_model_engine(
@@ -72,6 +80,7 @@ def open_model_engine(
             "cpu_features": " ".join(sorted(cpu_features() & SHOWN_CPU_FEATURES)),
             "huge_pages": str(memory.huge_pages),
             "kv_pool_bytes": str(memory.size_bytes),
+            **(built.runner.kernel_details() if isinstance(built.runner, HasKernelDetails) else {}),
         },
         grammars=grammars,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)
@@ -43,7 +43,10 @@ class TensorKind(enum.IntEnum):
 
 
 class NumberFormat(enum.IntEnum):
-    """What bytes handed to `tandem_model_load` are, and (but for F16) how the library keeps a matrix."""
+    """What bytes handed to `tandem_model_load` are, and (but for F16) how the library keeps a matrix.
+
+    BF16_COMPRESSED is BF16 without loss in 12 bits a weight, kept only, where `tandem_model_takes` says so.
+    """
 
     F32 = 0
     BF16 = 1
@@ -51,6 +54,7 @@ class NumberFormat(enum.IntEnum):
     Q4_0 = 3
     Q4_1 = 4
     Q8_0 = 5
+    BF16_COMPRESSED = 6
 
 
 class ModelSpec(ctypes.Structure):
@@ -107,6 +111,8 @@ class ModelStatus(ctypes.Structure):
         ("reserved_bytes", c_int64),
         ("huge_page_bytes", c_int64),
         ("workspace_bytes", c_int64),
+        ("compressed_exceptions", c_int64),
+        ("compressed_plain_panels", c_int64),
         ("num_threads", c_int32),
     )
 
@@ -155,6 +161,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tandem_usable_isas": (c_char_p, ()),
     "tandem_model_create": (c_void_p, (POINTER(ModelSpec), c_void_p, c_char_p)),
     "tandem_model_destroy": (None, (c_void_p,)),
+    "tandem_model_takes": (c_int32, (c_void_p, c_int32)),
     "tandem_model_load": (c_int32, (c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32, c_int32, c_void_p)),
     "tandem_model_attach_pool": (c_int32, (c_void_p, POINTER(KvPool))),
     "tandem_model_isa": (c_char_p, (c_void_p,)),
@@ -166,6 +173,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tandem_matrix_create": (c_void_p, (c_char_p, c_int32, c_int32, c_int32, c_int32, c_void_p)),
     "tandem_matrix_bytes": (c_int64, (c_void_p,)),
     "tandem_matrix_multiply": (c_int32, (c_void_p, c_void_p, c_int32, c_void_p, c_int64)),
+    "tandem_matrix_row": (c_int32, (c_void_p, c_int32, c_void_p)),
     "tandem_matrix_destroy": (None, (c_void_p,)),
     "tandem_gumbel_argmax": (
         c_int32,

@@ -22,8 +22,8 @@ from engine import native_library
 from engine.kv_memory import KvMemory
 from engine.model_config import ModelConfig
 from engine.models.rope import rope_frequencies
-from engine.native_library import KvPool, LayerCallbackPointer, ModelSpec, ModelStatus, Step
-from engine.native_weights import Quantization, WeightLoader
+from engine.native_library import KvPool, LayerCallbackPointer, ModelSpec, ModelStatus, NumberFormat, Step
+from engine.native_weights import Quantization, WeightCompression, WeightLoader
 from engine.step import LayerCallback, StepInput, StepOutput
 from engine.weights.weight_source import WeightSource
 
@@ -50,6 +50,7 @@ class NativeRunner:
         *,
         dtype: str,
         quantization: Quantization = "none",
+        compression: WeightCompression = "auto",
         num_threads: int = 1,
         isa: str = "",
     ) -> None:
@@ -70,7 +71,7 @@ class NativeRunner:
         self._tap_layers = np.empty(0, np.int32)
         self._model = ctypes.c_void_p(_create_model(self._library, config, num_threads, isa))
         try:
-            loader = WeightLoader(self._library, self._model, weights, dtype, quantization)
+            loader = WeightLoader(self._library, self._model, weights, dtype, quantization, compression)
             loader.load(config)
             self.weight_formats = loader.formats
             self._attach_pool(memory)
@@ -131,10 +132,27 @@ class NativeRunner:
             "quantization": self.quantization,
             "weight_formats": dict(self.weight_formats),
             "packed_bytes": status.packed_bytes,
+            "compressed_exceptions": status.compressed_exceptions,
+            "compressed_plain_panels": status.compressed_plain_panels,
             "huge_pages_requested_bytes": status.huge_page_bytes,
             "huge_pages_granted_bytes": _huge_bytes_in(self._weight_ranges()),
             "workspace_bytes": status.workspace_bytes,
         }
+
+    def kernel_details(self) -> dict[str, str]:
+        """The same in short, for a worker's details: what the processor runs and how the weights lie in memory."""
+        status = ModelStatus()
+        self._library.tandem_model_status(self._model, ctypes.byref(status))
+        details = {
+            "isa": self._library.tandem_model_isa(self._model).decode(),
+            "weights": " + ".join(sorted(self.weight_formats)),
+            "weight_bytes": str(status.packed_bytes),
+            "weight_bytes_on_huge_pages": str(_huge_bytes_in(self._weight_ranges())),
+        }
+        if NumberFormat.BF16_COMPRESSED.name in self.weight_formats:
+            details["compressed_exceptions"] = str(status.compressed_exceptions)
+            details["compressed_plain_panels"] = str(status.compressed_plain_panels)
+        return details
 
     def close(self) -> None:
         """Frees weights and threads (idempotent). No step may be running."""

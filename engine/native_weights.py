@@ -1,7 +1,8 @@
 """Hands a model's weights to the native library: which tensor goes where, and in which format it is kept.
 
     quantization  matrices are kept as
-    none          the compute dtype: float32 or bfloat16
+    none          the compute dtype: float32 or bfloat16; the latter in 12 bits without loss where `compression` is
+                  `auto` and the instruction set decodes that on the way (BF16_COMPRESSED)
     int8          Q8_0: bytes, one scale for each 32 inputs
     int4          Q4_1: 4 bits, scale and minimum for each 32 inputs; embedding and output head in Q8_0
     gguf          the file's own Q4_0, Q4_1 or Q8_0 blocks, value for value; other types in the compute dtype
@@ -26,6 +27,7 @@ from engine.native_library import NumberFormat, TensorKind
 from engine.weights.weight_source import WeightSource
 
 Quantization = Literal["none", "int8", "int4", "gguf"]
+WeightCompression = Literal["auto", "off"]
 
 BLOCK_INPUTS = 32
 _BLOCK_BYTES = {NumberFormat.Q4_0: 18, NumberFormat.Q4_1: 20, NumberFormat.Q8_0: 34}
@@ -57,13 +59,14 @@ class WeightLoader:
         weights: WeightSource,
         dtype: str,
         quantization: Quantization,
+        compression: WeightCompression,
     ) -> None:
         self.formats: Counter[str] = Counter()
         self._library = library
         self._model = model
         self._weights = weights
         self._quantization = quantization
-        computed = NumberFormat.F32 if dtype == "float32" else NumberFormat.BF16
+        computed = NumberFormat.F32 if dtype == "float32" else self._bfloat16_format(compression)
         self._head_format = NumberFormat.Q8_0 if quantization in ("int8", "int4") else computed
         self._layer_format = NumberFormat.Q4_1 if quantization == "int4" else self._head_format
 
@@ -75,6 +78,10 @@ class WeightLoader:
         self._load_vector(TensorKind.FINAL_NORM, 0, "model.norm.weight")
         for layer in range(config.num_layers):
             self._load_layer(config, layer)
+
+    def _bfloat16_format(self, compression: WeightCompression) -> NumberFormat:
+        compresses = self._library.tandem_model_takes(self._model, NumberFormat.BF16_COMPRESSED)
+        return NumberFormat.BF16_COMPRESSED if compression == "auto" and compresses else NumberFormat.BF16
 
     def _load_layer(self, config: ModelConfig, layer: int) -> None:
         prefix = f"model.layers.{layer}."

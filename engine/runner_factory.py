@@ -188,5 +188,6 @@ def _native_runner(settings: WorkerSettings, weights: WeightSource, memory: KvMe
         memory,
         dtype=dtype,
         quantization=settings.quantization,
+        compression=settings.weight_compression,
         num_threads=settings.num_threads,
     )

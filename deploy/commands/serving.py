@@ -28,6 +28,10 @@ Quantization = Annotated[
 KvDtype = Annotated[
     Literal["auto", "fp8"] | None, typer.Option(help="KV as the model computes, or e4m3 with scales (torch and triton)")
 ]
+WeightCompression = Annotated[
+    Literal["auto", "off"] | None,
+    typer.Option(help="off: bfloat16 weights as they are, not in 12 bits without loss"),
+]
 Transport = Annotated[str | None, typer.Option(help="how KV travels, in order of preference: shm,tcp; or auto")]
 Count = Annotated[int | None, typer.Option(help="worker processes of this role", min=0)]
 
@@ -42,6 +46,7 @@ def serve(
     backend: Backend = None,
     quantization: Quantization = None,
     kv_dtype: KvDtype = None,
+    weight_compression: WeightCompression = None,
     speculation: Annotated[
         str | None, typer.Option(help="off, auto, ngram, suffix, draft, eagle or medusa: guess and verify tokens")
     ] = None,
@@ -104,6 +109,7 @@ def serve(
     flags = {
         "model": model, "engine": engine, "dtype": dtype, "backend": backend, "quantization": quantization,
         "kv_dtype": kv_dtype,
+        "weight_compression": weight_compression,
         "speculation": speculation, "num_drafts": num_drafts, "draft_model": draft_model,
         "verification": verification,
         "prefill.workers": prefill, "decode.workers": decode, "aggregated.workers": aggregated,

@@ -56,6 +56,12 @@ class NativeMatrix:
         )
         return out[:, : self.num_outputs]
 
+    def row(self, output: int) -> npt.NDArray[np.float32]:
+        """The weights [inputs] of one output, as the matrix holds them."""
+        out = np.empty(self.num_inputs, np.float32)
+        native_library.check(self._library.tandem_matrix_row(self._matrix, output, out.ctypes.data))
+        return out
+
     def __del__(self) -> None:
         if getattr(self, "_matrix", None):
             self._library.tandem_matrix_destroy(self._matrix)

@@ -76,6 +76,10 @@ TandemModel* tandem_model_create(const TandemModelSpec* spec, const float* inver
 
 void tandem_model_destroy(TandemModel* model) { delete model; }
 
+int32_t tandem_model_takes(const TandemModel* model, int32_t format) {
+    return format >= 0 && format < tandem::kNumFormats && model->decoder.takes((tandem::NumberFormat)format);
+}
+
 int32_t tandem_model_load(TandemModel* model, int32_t tensor, int32_t layer, int32_t rows, int32_t columns,
                           int32_t source, int32_t format, const void* data) {
     return guarded([&] {
@@ -124,8 +128,12 @@ TandemMatrix* tandem_matrix_create(const char* isa, int32_t rows, int32_t column
     std::unique_ptr<TandemMatrix> matrix;
     const int32_t failed = guarded([&] {
         matrix.reset(new TandemMatrix{kernels_for(isa), {}, {}});
+        if (format < 0 || format >= tandem::kNumFormats) throw std::invalid_argument("no such format");
+        if (!matrix->kernels.linear[format].multiply)
+            throw std::invalid_argument("instruction set " + std::string(matrix->kernels.name) +
+                                        " has no kernel for this format");
         matrix->packed = tandem::allocate_matrix(matrix->arena, (tandem::NumberFormat)format, rows, columns);
-        tandem::pack_matrix(matrix->packed, 0, 1, rows, (tandem::NumberFormat)source, data);
+        tandem::pack_matrix(matrix->arena, matrix->packed, 0, 1, rows, (tandem::NumberFormat)source, data);
     });
     return failed ? nullptr : matrix.release();
 }
@@ -140,8 +148,17 @@ int32_t tandem_matrix_multiply(const TandemMatrix* matrix, const float* x, int32
         const tandem::LinearKernels& linear = matrix->linear();
         std::vector<uint8_t> scratch(linear.packed_bytes(num_rows, packed.k_padded) + 64);
         void* activations = (void*)(((size_t)scratch.data() + 63) / 64 * 64);
+        std::vector<uint8_t> expanded(linear.scratch_bytes(num_rows, packed.k_padded) + 64);
         linear.pack(x, (size_t)packed.k, num_rows, packed.k, packed.k_padded, activations);
-        linear.multiply(activations, num_rows, packed, 0, packed.panels, out, (size_t)out_stride, false);
+        linear.multiply(activations, num_rows, packed, 0, packed.panels, out, (size_t)out_stride, false,
+                        (void*)(((size_t)expanded.data() + 63) / 64 * 64));
+    });
+}
+
+int32_t tandem_matrix_row(const TandemMatrix* matrix, int32_t row, float* out) {
+    return guarded([&] {
+        if (row < 0 || row >= matrix->packed.n) throw std::invalid_argument("a row is outside the matrix");
+        matrix->kernels.embed(matrix->packed, row, out);
     });
 }
 

@@ -20,6 +20,9 @@ const TandemModelSpec& checked(const TandemModelSpec& spec) {
     return spec;
 }
 
+// The first address of a buffer (64 bytes longer than needed) where a cache line starts.
+uint8_t* aligned(std::vector<uint8_t>& buffer) { return (uint8_t*)(((size_t)buffer.data() + 63) / 64 * 64); }
+
 }  // namespace
 
 size_t Workspace::num_bytes() const {
@@ -28,6 +31,7 @@ size_t Workspace::num_bytes() const {
         bytes += part->size() * sizeof(float);
     for (const auto& part : gate_up) bytes += part.size() * sizeof(float);
     for (const auto& scratch : attention) bytes += scratch.size();
+    for (const auto& panels : expanded) bytes += panels.size();
     return bytes;
 }
 
@@ -93,15 +97,22 @@ void Decoder::check_step(const TandemStep& step) const {
         need(step.tap_layers[i] >= 0 && step.tap_layers[i] < spec_.num_layers, "a tapped layer is outside the model");
 }
 
+std::vector<const PackedMatrix*> Decoder::matrices() const {
+    std::vector<const PackedMatrix*> all = {&embedding_};
+    if (output_.data) all.push_back(&output_);
+    for (const Layer& layer : layers_) all.insert(all.end(), {&layer.qkv, &layer.output, &layer.gate_up, &layer.down});
+    return all;
+}
+
 void Decoder::reserve(int rows) {
     if (rows <= work_.rows) return;
     const size_t n = (size_t)rows, hidden = (size_t)spec_.hidden_size;
-    size_t packed = 0;
-    for (const Layer& layer : layers_)
-        for (const PackedMatrix* matrix : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
-            packed = std::max(packed, kernels_.linear[(int)matrix->format].packed_bytes(rows, matrix->k_padded));
-    const PackedMatrix& head = output_.data ? output_ : embedding_;
-    packed = std::max(packed, kernels_.linear[(int)head.format].packed_bytes(rows, head.k_padded));
+    size_t packed = 0, expanded = 0;
+    for (const PackedMatrix* matrix : matrices()) {
+        const LinearKernels& kernel = kernels_.linear[(int)matrix->format];
+        packed = std::max(packed, kernel.packed_bytes(rows, matrix->k_padded));
+        expanded = std::max(expanded, kernel.scratch_bytes(rows, matrix->k_padded));
+    }
     work_.residual.resize(n * (size_t)padded(spec_.hidden_size));
     work_.normed.resize(n * hidden);
     work_.qkv.resize(n * (size_t)padded(heads_width() + 2 * kv_width()));
@@ -112,6 +123,8 @@ void Decoder::reserve(int rows) {
     work_.cos.resize(n * inverse_frequencies_.size());
     work_.sin.resize(n * inverse_frequencies_.size());
     work_.packed.resize(packed + 64);
+    work_.expanded.resize((size_t)threads_.size());
+    for (auto& part : work_.expanded) part.resize(expanded + 64);
     const int group = spec_.num_heads / spec_.num_kv_heads;
     const size_t scratch =
         std::max(kernels_.attention_scratch_bytes(std::max(group, kMaxAttentionRows), 1, spec_.head_dim),
@@ -157,10 +170,11 @@ void Decoder::normalise(const std::vector<float>& weight, int rows, const float*
 void Decoder::multiply(const PackedMatrix& matrix, const float* x, size_t stride, int rows, float* out,
                        size_t out_stride, bool add) {
     const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
-    uint8_t* packed = (uint8_t*)(((size_t)work_.packed.data() + 63) / 64 * 64);
+    uint8_t* packed = aligned(work_.packed);
     kernel.pack(x, stride, rows, matrix.k, matrix.k_padded, packed);
-    threads_.split(matrix.panels, [&](int first, int last, int) {
-        kernel.multiply(packed, rows, matrix, first, last, out + (size_t)first * kPanelOutputs, out_stride, add);
+    threads_.split(matrix.panels, [&](int first, int last, int thread) {
+        kernel.multiply(packed, rows, matrix, first, last, out + (size_t)first * kPanelOutputs, out_stride, add,
+                        aligned(work_.expanded[(size_t)thread]));
     });
 }
 
@@ -168,12 +182,13 @@ void Decoder::multiply(const PackedMatrix& matrix, const float* x, size_t stride
 void Decoder::multiply_gated(const PackedMatrix& matrix, int rows) {
     const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
     const size_t inner_stride = (size_t)padded(spec_.intermediate_size);
-    uint8_t* packed = (uint8_t*)(((size_t)work_.packed.data() + 63) / 64 * 64);
+    uint8_t* packed = aligned(work_.packed);
     kernel.pack(work_.normed.data(), (size_t)spec_.hidden_size, rows, matrix.k, matrix.k_padded, packed);
     threads_.split(matrix.panels / 2, [&](int first, int last, int thread) {
         float* pair = work_.gate_up[(size_t)thread].data();
         for (int i = first; i < last; ++i) {
-            kernel.multiply(packed, rows, matrix, 2 * i, 2 * i + 2, pair, 2 * kPanelOutputs, false);
+            kernel.multiply(packed, rows, matrix, 2 * i, 2 * i + 2, pair, 2 * kPanelOutputs, false,
+                            aligned(work_.expanded[(size_t)thread]));
             kernels_.silu_multiply(pair, 2 * kPanelOutputs, rows,
                                    work_.activated.data() + (size_t)i * kPanelOutputs, inner_stride);
         }
@@ -224,10 +239,10 @@ void Decoder::attend(const TandemStep& step, const KvLayer& kv) {
     work_.tasks.clear();
     for (int b = 0; b < step.num_sequences; ++b) add_attention_tasks(step, kv, b);
     threads_.take_turns((int)work_.tasks.size(), [&](int index, int thread) {
-        uint8_t* scratch = work_.attention[(size_t)thread].data();
         const size_t after = (size_t)index + (size_t)threads_.size();
         const AttentionTask* next = after < work_.tasks.size() ? &work_.tasks[after] : nullptr;
-        kernels_.attention(work_.tasks[(size_t)index], next, (void*)(((size_t)scratch + 63) / 64 * 64));
+        kernels_.attention(work_.tasks[(size_t)index], next,
+                           aligned(work_.attention[(size_t)thread]));
     });
 }
 
@@ -311,6 +326,10 @@ void Decoder::status(TandemModelStatus* status) const {
     }
     status->workspace_bytes = (int64_t)work_.num_bytes();
     status->num_threads = threads_.size();
+    for (const PackedMatrix* matrix : matrices()) {
+        status->compressed_exceptions += matrix->exceptions;
+        status->compressed_plain_panels += matrix->plain_panels;
+    }
 }
 
 }  // namespace tandem

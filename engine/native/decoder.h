@@ -25,6 +25,7 @@ struct Workspace {
     std::vector<float> residual, normed, qkv, attended, activated, cos, sin;
     std::vector<std::vector<float>> gate_up;     // of each thread: a panel of gates and one of ups
     std::vector<uint8_t> packed;                 // activations as the kernels read them
+    std::vector<std::vector<uint8_t>> expanded;  // weights of each thread, where kernels decode them into memory
     std::vector<std::vector<uint8_t>> attention;  // scratch of each thread
     std::vector<AttentionTask> tasks;             // of one layer
 
@@ -47,6 +48,8 @@ class Decoder {
     const char* isa() const { return kernels_.name; }
     int hidden_size() const { return spec_.hidden_size; }
     int vocab_size() const { return spec_.vocab_size; }
+    // Whether matrices can be kept in this format.
+    bool takes(NumberFormat format) const { return kernels_.linear[(int)format].multiply != nullptr; }
     const Arena& arena() const { return arena_; }
     void status(TandemModelStatus* status) const;
 
@@ -61,6 +64,7 @@ class Decoder {
 
     void check_loaded() const;
     void check_step(const TandemStep& step) const;
+    std::vector<const PackedMatrix*> matrices() const;
     void reserve(int rows);
     void compute_rotations(const TandemStep& step);
     void embed(const TandemStep& step);

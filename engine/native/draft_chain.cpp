@@ -30,7 +30,7 @@ DraftChain::DraftChain(Decoder& layer, const TandemDraftSpec& spec, const Kernel
 
 PackedMatrix DraftChain::packed(const float* data, int inputs) {
     PackedMatrix matrix = allocate_matrix(arena_, (NumberFormat)spec_.format, spec_.hidden_size, inputs);
-    pack_matrix(matrix, 0, 1, spec_.hidden_size, NumberFormat::kF32, data);
+    pack_matrix(arena_, matrix, 0, 1, spec_.hidden_size, NumberFormat::kF32, data);
     return matrix;
 }
 
@@ -150,7 +150,9 @@ void DraftChain::multiply(const PackedMatrix& matrix, int rows) {
     void* activations = (void*)(((size_t)scratch_.data() + 63) / 64 * 64);
     linear.pack(joined_.data(), (size_t)matrix.k, rows, matrix.k, matrix.k_padded, activations);
     inputs_.resize((size_t)rows * stride);
-    linear.multiply(activations, rows, matrix, 0, matrix.panels, inputs_.data(), stride, false);
+    expanded_.resize(std::max(expanded_.size(), linear.scratch_bytes(rows, matrix.k_padded) + 64));
+    void* expanded = (void*)(((size_t)expanded_.data() + 63) / 64 * 64);
+    linear.multiply(activations, rows, matrix, 0, matrix.panels, inputs_.data(), stride, false, expanded);
     for (int row = 1; stride != hidden_ && row < rows; ++row)
         std::copy_n(inputs_.data() + (size_t)row * stride, hidden_, inputs_.data() + (size_t)row * hidden_);
 }

@@ -47,7 +47,7 @@ class DraftChain {
     std::vector<int64_t> slots_;
     std::vector<float> reach_;  // of each sequence of the batch: how sure its chain is so far
     std::vector<float> ones_, joined_, inputs_, states_, logits_, normed_, embedded_;
-    std::vector<uint8_t> scratch_;
+    std::vector<uint8_t> scratch_, expanded_;  // activations and weights of a product
 };
 
 }  // namespace tandem

@@ -13,10 +13,12 @@ struct LinearKernels {
     size_t (*packed_bytes)(int rows, int k_padded);
     // Brings x [rows, k] (float32, row stride `stride`) into the form that `multiply` reads.
     void (*pack)(const float* x, size_t stride, int rows, int k, int k_padded, void* packed);
+    // Bytes of scratch memory, aligned to 64, that one thread's `multiply` needs.
+    size_t (*scratch_bytes)(int rows, int k_padded);
     // Computes outputs of panels [first, last) for all rows; `out` is where the first panel's go. A row's sums do not
-    // depend on `rows`.
+    // depend on `rows`. Null: this instruction set has no kernel for the format.
     void (*multiply)(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel, float* out,
-                     size_t out_stride, bool add);
+                     size_t out_stride, bool add, void* scratch);
 };
 
 enum class KvType : int32_t { kF32 = 0, kBf16 = 1 };

@@ -1,10 +1,13 @@
 #include "packing.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "compression.h"
 
 namespace tandem {
 
@@ -48,11 +51,16 @@ void pack_row_f32(uint8_t* panel, int lane, const float* row, int k) {
     for (int i = 0; i < k; ++i) std::memcpy(panel + i * kRowBytes + 4 * lane, row + i, 4);
 }
 
-void pack_row_bf16(uint8_t* panel, int lane, const float* row, int k) {
-    for (int i = 0; i < k; ++i) {
-        const uint16_t value = float_to_bf16(row[i]);
-        std::memcpy(panel + i / 2 * kRowBytes + 4 * lane + 2 * (i % 2), &value, 2);
-    }
+void put_bf16(uint8_t* panel, int lane, int input, uint16_t value) {
+    std::memcpy(panel + input / 2 * kRowBytes + 4 * lane + 2 * (input % 2), &value, 2);
+}
+
+// k values of `data` from index `first` on: bfloat16 bits as they are, others rounded.
+void pack_row_bf16(uint8_t* panel, int lane, NumberFormat source, const void* data, size_t first, int k) {
+    if (source == NumberFormat::kBf16)
+        for (int i = 0; i < k; ++i) put_bf16(panel, lane, i, ((const uint16_t*)data)[first + (size_t)i]);
+    else
+        for (int i = 0; i < k; ++i) put_bf16(panel, lane, i, float_to_bf16(float_of(source, data, first + (size_t)i)));
 }
 
 // GGUF's block: [d float16][m float16 for Q4_1][16 bytes: inputs 0..15 in the low nibbles, 16..31 in the high ones].
@@ -122,7 +130,7 @@ void pack_floats(PackedMatrix& matrix, int output, const float* row) {
     uint8_t* panel = matrix.panel(output / kPanelOutputs);
     const int lane = output % kPanelOutputs;
     if (matrix.format == NumberFormat::kF32) return pack_row_f32(panel, lane, row, matrix.k);
-    if (matrix.format == NumberFormat::kBf16) return pack_row_bf16(panel, lane, row, matrix.k);
+    if (matrix.format == NumberFormat::kBf16) return pack_row_bf16(panel, lane, NumberFormat::kF32, row, 0, matrix.k);
     std::vector<uint8_t> blocks((size_t)matrix.k / kBlockInputs * source_block_bytes(matrix.format));
     uint8_t* block = blocks.data();
     for (int i = 0; i < matrix.k; i += kBlockInputs, block += source_block_bytes(matrix.format)) {
@@ -141,12 +149,29 @@ int output_of(int first_row, int panel_step, int i) {
     return panel * kPanelOutputs + row % kPanelOutputs;
 }
 
-void check(const PackedMatrix& matrix, int last_output, NumberFormat source) {
+void check(const PackedMatrix& matrix, int first_row, int last_output, NumberFormat source) {
     if (last_output >= matrix.n) throw std::invalid_argument("rows outside the matrix");
+    if (matrix.format == NumberFormat::kBf16Compressed && first_row % kPanelOutputs != 0)
+        throw std::invalid_argument("a compressed panel is filled at once: rows start at a multiple of 16, not " +
+                                    std::to_string(first_row));
     if (is_block_format(matrix.format) && matrix.k % kBlockInputs != 0)
         throw std::invalid_argument("a block format needs inputs in multiples of 32, not " + std::to_string(matrix.k));
     const bool takes = is_block_format(source) ? source == matrix.format : matrix.format != NumberFormat::kQ4_0;
     if (!takes) throw std::invalid_argument("this source cannot be kept in this format");
+}
+
+// Whole panels: each is laid out as BF16, then compressed.
+void pack_compressed(Arena& arena, PackedMatrix& matrix, int first_row, int panel_step, int rows, NumberFormat source,
+                     const void* data) {
+    PanelCompressor compressor(arena, matrix);
+    std::vector<uint8_t> plain(panel_bytes(NumberFormat::kBf16, matrix.k_padded));
+    for (int first = 0; first < rows; first += kPanelOutputs) {
+        std::fill(plain.begin(), plain.end(), (uint8_t)0);
+        for (int lane = 0; lane < std::min(kPanelOutputs, rows - first); ++lane)
+            pack_row_bf16(plain.data(), lane, source, data, (size_t)(first + lane) * (size_t)matrix.k, matrix.k);
+        compressor.compress(output_of(first_row, panel_step, first) / kPanelOutputs, plain.data());
+    }
+    compressor.finish();
 }
 
 }  // namespace
@@ -173,8 +198,11 @@ PackedMatrix allocate_matrix(Arena& arena, NumberFormat format, int n, int k) {
     return matrix;
 }
 
-void pack_matrix(PackedMatrix& matrix, int first_row, int panel_step, int rows, NumberFormat source, const void* data) {
-    check(matrix, rows > 0 ? output_of(first_row, panel_step, rows - 1) : 0, source);
+void pack_matrix(Arena& arena, PackedMatrix& matrix, int first_row, int panel_step, int rows, NumberFormat source,
+                 const void* data) {
+    check(matrix, first_row, rows > 0 ? output_of(first_row, panel_step, rows - 1) : 0, source);
+    if (matrix.format == NumberFormat::kBf16Compressed)
+        return pack_compressed(arena, matrix, first_row, panel_step, rows, source, data);
     std::vector<float> floats(is_block_format(source) ? 0 : (size_t)matrix.k);
     for (int i = 0; i < rows; ++i) {
         const int output = output_of(first_row, panel_step, i);

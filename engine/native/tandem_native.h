@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 6
+#define TANDEM_ABI_VERSION 7
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -59,7 +59,8 @@ enum TandemNumberFormat {
     TANDEM_F16 = 2, /* source only */
     TANDEM_Q4_0 = 3,
     TANDEM_Q4_1 = 4,
-    TANDEM_Q8_0 = 5
+    TANDEM_Q8_0 = 5,
+    TANDEM_BF16_COMPRESSED = 6 /* kept only: BF16 without loss in 12 bits; where tandem_model_takes says so */
 };
 
 typedef struct {
@@ -95,6 +96,8 @@ typedef struct {
     int64_t reserved_bytes;   /* address space of the arena */
     int64_t huge_page_bytes;  /* of those, what the system was asked to put on huge pages and did not refuse */
     int64_t workspace_bytes;
+    int64_t compressed_exceptions;   /* weights that BF16_COMPRESSED keeps beside their panel of 16 outputs */
+    int64_t compressed_plain_panels; /* panels with too many of those, kept as BF16 */
     int32_t num_threads;
 } TandemModelStatus;
 
@@ -107,6 +110,8 @@ TANDEM_API const char* tandem_usable_isas(void);
 /* `isa` empty: the best one. `inverse_frequencies` [head_dim / 2] of the rotary embedding. NULL on failure. */
 TANDEM_API TandemModel* tandem_model_create(const TandemModelSpec* spec, const float* inverse_frequencies, const char* isa);
 TANDEM_API void tandem_model_destroy(TandemModel* model);
+/* Whether matrices can be kept in `format` (TandemNumberFormat): 1 or 0. */
+TANDEM_API int32_t tandem_model_takes(const TandemModel* model, int32_t format);
 TANDEM_API int32_t tandem_model_load(TandemModel* model, int32_t tensor, int32_t layer, int32_t rows, int32_t columns,
                           int32_t source, int32_t format, const void* data);
 TANDEM_API int32_t tandem_model_attach_pool(TandemModel* model, const TandemKvPool* pool);
@@ -166,6 +171,8 @@ TANDEM_API TandemMatrix* tandem_matrix_create(const char* isa, int32_t rows, int
 TANDEM_API int64_t tandem_matrix_bytes(const TandemMatrix* matrix);
 TANDEM_API int32_t tandem_matrix_multiply(const TandemMatrix* matrix, const float* x, int32_t num_rows, float* out,
                                           int64_t out_stride);
+/* One row [columns] as the matrix holds it. */
+TANDEM_API int32_t tandem_matrix_row(const TandemMatrix* matrix, int32_t row, float* out);
 TANDEM_API void tandem_matrix_destroy(TandemMatrix* matrix);
 
 /* The tokens that `engine.sampler.gumbel_argmax` chooses, for rows of `scaled` [rows, stride] float32 whose largest value

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import EngineUnderTest, measure_decode, measure_prefill, measure_python_share, num_parameters
+from benchmarks.engine import (
+    EngineUnderTest,
+    measure_decode,
+    measure_prefill,
+    measure_python_share,
+    num_parameters,
+    parse_arguments,
+)
 from benchmarks.native_floors import Floors, measure_floors
 from engine.native.build import build
 from engine.native_library import NumberFormat
@@ -29,10 +36,11 @@ def test_measured_floors_are_rates_of_a_processor() -> None:
 @pytest.mark.model
 def test_measures_the_default_model(default_model_path: Path) -> None:
     build()
-    engine = EngineUnderTest(str(default_model_path), "bfloat16", "none", "", 300)
+    engine = EngineUnderTest(parse_arguments(["--model", str(default_model_path)]), 300)
     assert num_parameters(engine.config) == pytest.approx(134.5e6, rel=0.001)
     decode = measure_decode(engine, FLOORS, batch=2, context=100, repeats=3)
-    assert decode.floor_ms > 1e3 * 2 * num_parameters(engine.config) / 1e9  # bytes of bfloat16 weights at 1 GB/s
+    weight_bytes = 1.5 * num_parameters(engine.config)  # of bfloat16 at least, where it is compressed
+    assert decode.floor_ms > 1e3 * weight_bytes / 1e9
     assert decode.fastest_ms <= decode.milliseconds <= decode.slowest_ms
     assert decode.tokens_per_s == pytest.approx(2e3 / decode.milliseconds)
     prefill = measure_prefill(engine, FLOORS, length=256, repeats=1)

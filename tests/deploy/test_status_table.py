@@ -50,6 +50,30 @@ def test_no_workers_is_said() -> None:
     assert "no workers" in printed({"model": "m", "workers": []})
 
 
+def test_kernels_show_the_instruction_set_and_how_weights_are_kept() -> None:
+    details = {
+        "backend": "native",
+        "isa": "avx512_bf16",
+        "weights": "BF16_COMPRESSED",
+        "weight_bytes": "202597056",
+        "weight_bytes_on_huge_pages": "209715200",
+        "compressed_exceptions": "3777",
+        "compressed_plain_panels": "2",
+    }
+    text = printed({"model": "m", "workers": [{**WORKER, "details": details}]})
+    for part in ("avx512_bf16", "BF16_COMPRESSED", "203", "100%", "3777 weights, 2 panels"):
+        assert part in text
+    plain = {
+        "backend": "native",
+        "isa": "avx2",
+        "weights": "BF16",
+        "weight_bytes": "400",
+        "weight_bytes_on_huge_pages": "0",
+    }
+    assert "0%" in printed({"model": "m", "workers": [{**WORKER, "details": plain}]})
+    assert "kernels" not in printed(STATUS)
+
+
 def test_lost_blocks_are_an_error_that_names_the_worker() -> None:
     assert conservation_errors(STATUS) == []
     broken = {"workers": [{**WORKER, "block_conservation_error": 2}]}

@@ -18,6 +18,7 @@ from engine.models.rope import rope_frequencies
 from engine.native.build import build
 from engine.native_library import usable_isas
 from engine.native_runner import NativeRunner
+from engine.native_weights import WeightCompression
 from engine.step import StepInput
 from engine.weights.weight_source import RawBlocks
 
@@ -236,6 +237,7 @@ def small_runner(
     num_blocks: int = 64,
     num_threads: int = 1,
     isa: str = "",
+    compression: WeightCompression = "auto",
 ) -> NativeRunner:
     memory = poisoned_memory(config, dtype=kv_dtype or dtype, block_tokens=block_tokens, num_blocks=num_blocks)
-    return NativeRunner(config, weights, memory, dtype=dtype, num_threads=num_threads, isa=isa)
+    return NativeRunner(config, weights, memory, dtype=dtype, num_threads=num_threads, isa=isa, compression=compression)

@@ -270,7 +270,11 @@ def test_status_names_what_runs(isa: str) -> None:
     status = runner.status()
     assert status["isa"] == isa
     assert status["num_threads"] == 1
-    assert status["weight_formats"] == {"BF16": 1 + 4 * SMALL_LLAMA.num_layers}
+    kept = "BF16_COMPRESSED" if isa == "avx512_bf16" else "BF16"
+    assert status["weight_formats"] == {kept: 1 + 4 * SMALL_LLAMA.num_layers}
+    details = runner.kernel_details()
+    assert (details["isa"], details["weights"]) == (isa, kept)
+    assert details["weight_bytes"] == str(status["packed_bytes"])
     assert isinstance(status["packed_bytes"], int)
     assert status["packed_bytes"] > 0
 

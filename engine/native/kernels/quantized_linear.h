@@ -47,7 +47,7 @@ struct Quantized {
     static constexpr auto kTiles = by_rows<Maker>(std::make_index_sequence<kQuantizedRows>());
 
     static void multiply(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel,
-                         float* out, size_t out_stride, bool add) {
+                         float* out, size_t out_stride, bool add, void*) {
         const int blocks_k = w.k_padded / kBlockInputs;
         const size_t row_words = Format::row_words(w.k_padded);
         const RowBlocks blocks = quantized_blocks(rows);
@@ -141,7 +141,7 @@ struct BlockFormat {
 };
 
 template <class Format>
-constexpr LinearKernels kQuantizedLinear = {&Quantized<Format>::packed_bytes, &Format::pack,
+constexpr LinearKernels kQuantizedLinear = {&Quantized<Format>::packed_bytes, &Format::pack, &no_scratch,
                                             &Quantized<Format>::multiply};
 
 using Q4_0Format = BlockFormat<4, 8, false>;

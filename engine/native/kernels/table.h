@@ -1,6 +1,9 @@
 // Fills the table of the instruction set that this translation unit is compiled for.
 #pragma once
 #include "kernels/attention.h"
+#if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
+#include "kernels/compressed_linear.h"
+#endif
 #include "kernels/dense_linear.h"
 #include "kernels/elementwise.h"
 #include "kernels/embedding.h"
@@ -12,15 +15,20 @@
 namespace {
 
 #ifdef TANDEM_TILES
-constexpr LinearKernels kBestBf16Linear = {&TileLinear::packed_bytes, &TileLinear::pack, &TileLinear::multiply};
+constexpr LinearKernels kBestBf16Linear = {&TileLinear::packed_bytes, &TileLinear::pack, &no_scratch, &TileLinear::multiply};
 #else
 constexpr LinearKernels kBestBf16Linear = kBf16Linear;
+#endif
+#if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
+constexpr LinearKernels kBestCompressedLinear = kCompressedLinear;
+#else
+constexpr LinearKernels kBestCompressedLinear = {};  // BF16 is kept as it is
 #endif
 
 inline tandem::KernelTable make_table(const char* name) {
     return {name,
             {kF32Linear, kBestBf16Linear, {}, kQuantizedLinear<Q4_0Format>,
-             kQuantizedLinear<Q4_1Format>, kQuantizedLinear<Q8_0Format>},
+             kQuantizedLinear<Q4_1Format>, kQuantizedLinear<Q8_0Format>, kBestCompressedLinear},
             &rms_norm,
             &add_bias,
             &silu_multiply,

@@ -93,7 +93,7 @@ struct TileLinear {
     }
 
     static void multiply(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel,
-                         float* out, size_t out_stride, bool add) {
+                         float* out, size_t out_stride, bool add, void*) {
         [[maybe_unused]] const TileSession session;
         const int steps = w.k_padded / 32;
         const size_t row_tile_bytes = steps * kTileBytes;

@@ -1,0 +1,156 @@
+// Products with BF16_COMPRESSED weights (compressed_panel.h) on AVX512-BF16: the sums are those of BF16, bit for bit.
+//
+// Few rows: a group of four rows of BF16 is decoded in registers each time it is used, 7 instructions beside 4 * MR
+// products; what is saved are a quarter of the bytes. Many rows: a pair of panels is decoded once into scratch memory.
+// Bytes read: 12 bits a weight once, A once per panel or pair of panels.
+#pragma once
+#include "compressed_panel.h"
+#include "kernels/dense_linear.h"
+
+namespace {
+
+using tandem::CompressedHeader;
+using tandem::HighByteException;
+using tandem::kGroupBytes;
+using tandem::kGroupInputs;
+using tandem::kGroupRows;
+using tandem::kPlainGroupBytes;
+
+inline __attribute__((always_inline)) void decode_group(const uint8_t* group, I table, I (&rows)[kGroupRows]) {
+    const I low_nibble = _mm512_set1_epi8(15), nibbles = iload(group);
+    for (int half = 0; half < 2; ++half) {
+        const I places = iand(half == 0 ? nibbles : _mm512_srli_epi16(nibbles, 4), low_nibble);
+        const I high = _mm512_shuffle_epi8(table, places), low = iload(group + kRowBytes * (1 + half));
+        rows[2 * half] = _mm512_unpacklo_epi8(low, high);
+        rows[2 * half + 1] = _mm512_unpackhi_epi8(low, high);
+    }
+}
+
+inline I load_table(const CompressedHeader& header) {
+    return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)header.table));
+}
+
+// The group as BF16 in memory, with its exceptions in place; returns the first exception of a later group.
+inline const HighByteException* decode_exceptional(const uint8_t* groups, int group, I table, uint8_t* plain,
+                                                   const HighByteException* at, const HighByteException* end) {
+    I rows[kGroupRows];
+    decode_group(groups + group * kGroupBytes, table, rows);
+    for (int row = 0; row < kGroupRows; ++row) istore(plain + row * kRowBytes, rows[row]);
+    for (; at < end && at->group == group; ++at) plain[at->offset] = at->value;
+    return at;
+}
+
+template <int MR>
+inline __attribute__((always_inline)) void accumulate_group(F (&acc)[MR], const I (&rows)[kGroupRows], const uint32_t* a) {
+#pragma GCC unroll 4
+    for (int row = 0; row < kGroupRows; ++row)
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) acc[m] = DotBf16::accumulate(acc[m], rows[row], a[row * MR + m]);
+}
+
+// MR rows of activations times one panel, decoded on the way.
+template <int MR>
+inline void multiply_compressed(const uint32_t* a, const uint8_t* panel, int groups, float* out, size_t out_stride,
+                                bool add) {
+    const CompressedHeader& header = *(const CompressedHeader*)panel;
+    const I table = load_table(header);
+    const HighByteException *exception = header.exceptions, *end = exception + header.num_exceptions;
+    const uint8_t* w = panel + sizeof(CompressedHeader);
+    F acc[MR];
+    for (int m = 0; m < MR; ++m) acc[m] = vzero();
+    for (int group = 0;; ++group) {
+        I rows[kGroupRows];
+        const int next = exception < end ? exception->group : groups;
+        for (; group < next; ++group) {
+            const uint8_t* at = w + group * kGroupBytes;
+            decode_group(at, table, rows);
+            for (size_t line = 0; line < kGroupBytes; line += kRowBytes) prefetch_stream<MR>(at + line);
+            accumulate_group<MR>(acc, rows, a + (size_t)group * kGroupRows * MR);
+        }
+        if (group == groups) break;
+        alignas(64) uint8_t plain[kPlainGroupBytes];
+        exception = decode_exceptional(w, group, table, plain, exception, end);
+        for (int row = 0; row < kGroupRows; ++row) rows[row] = iload(plain + row * kRowBytes);
+        accumulate_group<MR>(acc, rows, a + (size_t)group * kGroupRows * MR);
+    }
+    for (int m = 0; m < MR; ++m) {
+        float* to = out + m * out_stride;
+        vstore(to, add ? vadd(vload(to), acc[m]) : acc[m]);
+    }
+}
+
+// A panel as BF16 again.
+inline void expand_panel(const uint8_t* panel, int groups, uint8_t* plain) {
+    const CompressedHeader& header = *(const CompressedHeader*)panel;
+    if (header.plain) {
+        __builtin_memcpy(plain, header.plain, groups * kPlainGroupBytes);
+        return;
+    }
+    const I table = load_table(header);
+    const uint8_t* w = panel + sizeof(CompressedHeader);
+    for (int group = 0; group < groups; ++group) {
+        I rows[kGroupRows];
+        decode_group(w + group * kGroupBytes, table, rows);
+        for (int row = 0; row < kGroupRows; ++row) istore(plain + group * kPlainGroupBytes + row * kRowBytes, rows[row]);
+    }
+    for (int i = 0; i < header.num_exceptions; ++i) {
+        const HighByteException& exception = header.exceptions[i];
+        plain[exception.group * kPlainGroupBytes + exception.offset] = exception.value;
+    }
+}
+
+struct CompressedTile {
+    using Function = void (*)(const uint32_t*, const uint8_t*, int, float*, size_t, bool);
+    template <int MR>
+    static constexpr Function function() {
+        return &multiply_compressed<MR>;
+    }
+};
+
+struct Compressed {
+    using Plain = Dense<DotBf16>;
+    static constexpr auto kTiles = by_rows<CompressedTile>(std::make_index_sequence<kStreamRows>());
+
+    // Two panels of BF16, where many rows share their decoding.
+    static size_t scratch_bytes(int rows, int k_padded) {
+        return rows > kMostStreamedRows ? 2 * (size_t)(k_padded / kGroupInputs) * kPlainGroupBytes : 0;
+    }
+
+    static void multiply(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel,
+                         float* out, size_t out_stride, bool add, void* scratch) {
+        if (rows > kMostStreamedRows)
+            return multiply_expanded(packed, rows, w, first_panel, last_panel, out, out_stride, add, scratch);
+        const int groups = w.k_padded / kGroupInputs, steps = w.k_padded / DotBf16::kInputs;
+        const RowBlocks blocks = linear_blocks(rows);
+        for (int p = first_panel; p < last_panel; ++p, out += kPanelOutputs) {
+            const uint8_t* plain = ((const CompressedHeader*)w.panel(p))->plain;
+            for (int row = 0; row < rows; row += blocks.size) {
+                const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
+                const uint32_t* a = (const uint32_t*)packed + (size_t)row * steps;
+                float* to = out + row * out_stride;
+                if (plain)
+                    Plain::kStreamTiles.entry[mr](a, plain, 0, steps, to, out_stride, add);
+                else
+                    kTiles.entry[mr](a, w.panel(p), groups, to, out_stride, add);
+            }
+        }
+    }
+
+    static void multiply_expanded(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel,
+                                  float* out, size_t out_stride, bool add, void* scratch) {
+        const int groups = w.k_padded / kGroupInputs;
+        PackedMatrix pair = w;
+        pair.data = (uint8_t*)scratch;
+        pair.panel_bytes = groups * kPlainGroupBytes;
+        for (int p = first_panel; p < last_panel; p += 2, out += 2 * kPanelOutputs) {
+            const int panels = p + 1 < last_panel ? 2 : 1;
+            for (int i = 0; i < panels; ++i) expand_panel(w.panel(p + i), groups, pair.panel(i));
+            Plain::multiply(packed, rows, pair, 0, panels, out, out_stride, add, nullptr);
+        }
+    }
+};
+
+constexpr LinearKernels kCompressedLinear = {&Dense<DotBf16>::packed_bytes, &pack_dense<DotBf16>,
+                                             &Compressed::scratch_bytes, &Compressed::multiply};
+
+}  // namespace
