@@ -166,17 +166,36 @@ def _draw(
 ) -> Int64Array:
     """Samples rows with a temperature above 0. The largest logit is subtracted first, so that none can overflow."""
     keys = noise_keys(rows)
-    has_guesses = any(row.guesses for row in rows)
-    if logits.is_cuda and not has_guesses:
-        temperatures = np.array([row.state.temperature for row in rows], np.float32)
-        return device_sampler.draw(logits, peak_logits, temperatures, [row.state.params for row in rows], keys)
+    if logits.is_cuda:
+        return draw_on_device(logits, peak_logits, rows)
     scaled = _scaled(logits, peak_logits, rows)
     token_ids = (native_sampler.gumbel_argmax if native_sampler.is_usable() else gumbel_argmax)(scaled, peak_ids, keys)
-    for index, row in enumerate(rows if has_guesses else ()):
-        if row.guesses:
-            numbers = uniforms(len(row.guesses) + 1, keys.rows(np.array([index])), PURPOSE_VERIFY)
-            token_ids[index] = draw_after_guesses(probabilities_of(scaled[index]), row.guesses, numbers)
+    for index, numbers in _verifying_numbers(rows, keys).items():
+        token_ids[index] = draw_after_guesses(probabilities_of(scaled[index]), rows[index].guesses, numbers)
     return token_ids
+
+
+def draw_on_device(logits: torch.Tensor, peak_logits: Float32Array, rows: Sequence[SampleRow]) -> Int64Array:
+    """The same tokens drawn where the logits are: only ids come to the host."""
+    keys = noise_keys(rows)
+    temperatures = np.array([row.state.temperature for row in rows], np.float32)
+    scaled = device_sampler.scale_and_filter(logits, peak_logits, temperatures, [row.state.params for row in rows])
+    token_ids = device_sampler.draw(scaled, keys)
+    numbers = _verifying_numbers(rows, keys)
+    if numbers:
+        guessed = list(numbers)
+        guesses = [rows[index].guesses for index in guessed]
+        token_ids[guessed] = device_sampler.draw_guessed(scaled[guessed], guesses, list(numbers.values()))
+    return token_ids
+
+
+def _verifying_numbers(rows: Sequence[SampleRow], keys: NoiseKeys) -> dict[int, Float64Array]:
+    """For each row below which guesses were drawn: the numbers that decide about them, and one to draw with."""
+    return {
+        index: uniforms(len(row.guesses) + 1, keys.rows(np.array([index])), PURPOSE_VERIFY)
+        for index, row in enumerate(rows)
+        if row.guesses
+    }
 
 
 def noise_keys(rows: Sequence[SampleRow]) -> NoiseKeys:

@@ -27,7 +27,15 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from engine.kernels.triton import fused_layers, kv_cells, paged_attention, prefill_attention, quantized_matmul, sampling
+from engine.kernels.triton import (
+    fused_layers,
+    kv_cells,
+    paged_attention,
+    prefill_attention,
+    quantized_matmul,
+    rejection,
+    sampling,
+)
 from engine.kernels.triton.launch_config import LaunchConfig
 
 WARP_SIZE = 32
@@ -124,6 +132,19 @@ def kernel_specs(element: str = "bf16") -> Iterator[KernelSpec]:
             "choice_indices": "*i32",
             "positions": "*i32",
             "best": "*fp64",
+            "tokens": "*i32",
+        },
+        is_decode=True,
+    )
+    yield KernelSpec(
+        rejection._rejection_kernel,
+        LaunchConfig({"MAX_GUESSES": rejection.FEWEST_GUESSES, "TILE_TOKENS": rejection.TILE_TOKENS}),
+        {
+            "scaled": "*fp32",
+            "guess_starts": "*i32",
+            "guess_ids": "*i32",
+            "laws": "*fp64",
+            "uniforms": "*fp64",
             "tokens": "*i32",
         },
         is_decode=True,

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from cluster.sampling_params import SamplingParams
-from engine.device_sampler import draw, keep_thresholds
+from engine.device_sampler import draw, keep_thresholds, scale_and_filter
 from engine.kernels.triton.sampling import gumbel_argmax
 from engine.logit_filters import drop_filtered, keep_threshold
 from engine.noise import NoiseKeys
@@ -82,5 +82,5 @@ def test_a_mixed_batch_draws_the_hosts_tokens() -> None:
     expected = (logits - peaks[:, None]) / temperatures[:, None]
     for row, one in enumerate(params):
         drop_filtered(expected[row], one)
-    chosen = draw(torch.from_numpy(logits).to(DEVICE), peaks, temperatures, params, keys)
+    chosen = draw(scale_and_filter(torch.from_numpy(logits).to(DEVICE), peaks, temperatures, params), keys)
     assert chosen.tolist() == defined_argmax(expected, keys)
