@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import overload
 
 import numpy as np
@@ -72,7 +73,7 @@ class MappedBytes:
     def from_start(self, start: int, like: Sequence[memoryview]) -> Sequence[memoryview]:
         """Runs of the sizes of those of `like`, one behind the other. Raises `IndexError` outside the mapping."""
         if (size := size_of_each(like)) is not None:
-            return EqualRuns(self._buffer, self._address, start, range(len(like)), size, size)
+            return EqualRuns(self._buffer, self._address, start, counting(len(like)), size, size)
         ends = np.cumsum(sizes_of(like)).tolist()
         if start < 0 or start + ends[-1] > self._buffer.nbytes:
             raise IndexError(f"{ends[-1]} bytes from {start} lie outside of a mapping of {self._buffer.nbytes}")
@@ -88,6 +89,12 @@ class MappedBytes:
         ):
             raise IndexError(f"a run lies outside of a mapping of {self._buffer.nbytes} bytes")
         return [self._buffer[place : place + size] for place, size in zip(places, sizes, strict=True)]
+
+
+@cache
+def counting(count: int) -> array[int]:
+    """0, 1, 2, ...: as many as a frame has runs, so few different ones."""
+    return array("q", range(count))
 
 
 def size_of_each(runs: Sequence[memoryview]) -> int | None:

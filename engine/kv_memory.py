@@ -151,13 +151,13 @@ class KvMemory:
 
         Raises `IndexError` as `run`.
         """
-        if blocks:
-            for block in (min(blocks), max(blocks)):
-                self.run(block, first_layer, num_layers)
+        self.run(0, first_layer, num_layers)
         stride, size = self.layout.block_bytes, num_layers * self.layout.cell_bytes
         if size < stride:
             first = first_layer * self.layout.cell_bytes
             return EqualRuns(self._bytes, self._address, first, blocks, stride, size)
+        for block in (min(blocks, default=0), max(blocks, default=0)):
+            self.run(block, first_layer, num_layers)
         ends = [index for index in range(1, len(blocks)) if blocks[index] != blocks[index - 1] + 1]
         pieces = zip((0, *ends), (*ends, len(blocks)), strict=True)
         return [self._bytes[blocks[first] * stride : (blocks[end - 1] + 1) * stride] for first, end in pieces if end]
