@@ -1,6 +1,7 @@
 """What moving KV costs on one host: bandwidth by transport, block size and group size, beside memcpy of the same run.
 
     python -m benchmarks.kv_transfer [--transports shm,shm-direct,tcp,ucx,nixl] [--out bench-out]
+    python -m benchmarks.kv_transfer --exposed [--lengths 512,2048] [--runs 5]     see `benchmarks.exposed_transfer`
 
 Sender and receiver are two processes. A round moves `ROUND_BYTES` in frames of one group each: gathered from blocks
 that lie scattered in the sender's pool, digested, sent, landed in scattered blocks, digested again and compared. Shown
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.exposed_transfer import PROMPT_TOKENS, exposed_table, measure_exposed, write_exposed
 from benchmarks.machine import describe_machine
 from cluster.identity import TransferId
 from cluster.kv_layout import KvLayout
@@ -306,8 +308,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--transports", default="shm,shm-direct,tcp")
     parser.add_argument("--out", type=Path, help="folder for kv_transfer.csv and kv_transfer.png")
+    parser.add_argument("--exposed", action="store_true", help="what requests wait for, by prompt length, instead")
+    parser.add_argument("--lengths", default=",".join(map(str, PROMPT_TOKENS)), help="prompt lengths for --exposed")
+    parser.add_argument("--runs", type=int, default=5, help="requests of each length and way for --exposed")
     arguments = parser.parse_args()
     print(describe_machine().one_line)
+    if arguments.exposed:
+        lengths = [int(length) for length in arguments.lengths.split(",")]
+        with tempfile.TemporaryDirectory() as folder:
+            rows = measure_exposed(lengths, arguments.runs, arguments.transports.split(",")[0], Path(folder))
+        print(exposed_table(rows))
+        if arguments.out is not None:
+            write_exposed(rows, arguments.out)
+        return
     results = [
         measure(Case(transport, block_tokens, group_bytes))
         for transport in arguments.transports.split(",")

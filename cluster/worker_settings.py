@@ -65,6 +65,9 @@ class EngineSettings(BaseModel):
     min_bandwidth: float = Field(
         default=0.0, ge=0, description="bytes/s: a KV link that measures less is refused; 0: any is taken"
     )
+    layer_push: bool = Field(
+        default=True, description="KV leaves while later layers are computed; false: once a chunk is computed"
+    )
     block_tokens: int = Field(default=16, ge=1, le=256, description="tokens of one KV block")
     max_model_len: int = Field(default=0, ge=0, description="0: the model's own")
     seed: int = 0

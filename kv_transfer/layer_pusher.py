@@ -130,9 +130,7 @@ class PushSession:
         is_last = end >= self.request.num_tokens
         self._chunk_end_block = self._num_blocks if is_last else end // layout.block_tokens
         num_blocks = max(0, self._chunk_end_block - self._written_blocks)
-        self._groups = layer_groups(
-            layout.num_layers, num_blocks * self._pusher.cell_bytes, self.request.num_tokens, self._pusher.costs
-        )
+        self._groups = layer_groups(layout.num_layers, num_blocks * self._pusher.cell_bytes, self._pusher.costs)
         ends, layer = [], -1
         for group in self._groups:
             layer += group

@@ -8,6 +8,7 @@ decode workers ──Handoff──> HandoffService ──> DecodePeer ──> Pr
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -144,8 +145,9 @@ class PrefillNode:
         except KvTransferFailed as error:
             return make_ack(self._identity, mismatches, transport_reason=error.message), None
         self._note_transport(hello, link.sender.name, link.reason)
+        costs = link.costs if settings.layer_push else replace(link.costs, operation_s=math.inf)
         agreed = PeerLink(
-            pusher=LayerPusher(link.sender, memory, link.costs, gather=self._gather_for(hello)),
+            pusher=LayerPusher(link.sender, memory, costs, gather=self._gather_for(hello)),
             transport=link.sender.name,
             reason=link.reason,
             measured_gb_per_s=link.costs.bytes_per_s / GIGABYTE,

@@ -1,7 +1,8 @@
-"""Workers whose KV differs in its type or in where its scales lie refuse each other by the field's name."""
+"""Workers whose KV cannot be moved between them refuse each other by the field's name."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -41,3 +42,26 @@ def test_fp8_kv_meets_only_its_own_kind(mine: KvLayout, theirs: KvLayout, fatal:
     mismatches = compare(identity(mine), make_hello(identity(theirs), (), b"n", 1))
     assert {mismatch.field for mismatch in mismatches if mismatch.fatal} == fatal
     assert is_refused(mismatches) == bool(fatal)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), list(itertools.product((1, 2, 4), repeat=2)))
+@pytest.mark.parametrize(("my_block", "their_block"), list(itertools.product((16, 24, 32, 64), repeat=2)))
+@pytest.mark.parametrize("num_kv_heads", [4, 8])
+def test_kv17_kv18_a_shape_that_no_engine_serves_is_refused_by_its_name(
+    mine: int, theirs: int, my_block: int, their_block: int, num_kv_heads: int
+) -> None:
+    """Block sizes of which one divides the other are served; ranks are not, and say so before any KV moves."""
+    here, there = (
+        replace(
+            identity(replace(WIDE, num_kv_heads=num_kv_heads // tp_size, block_tokens=block)),
+            tp_size=tp_size,
+            hash_test_vector=bytes([block]),
+        )
+        for tp_size, block in ((mine, my_block), (theirs, their_block))
+    )
+    mismatches = compare(here, make_hello(there, (), b"n", 1))
+    fatal = {mismatch.field for mismatch in mismatches if mismatch.fatal}
+    expected = set() if mine == theirs else {"tp_size", "layout.num_kv_heads"}
+    if max(my_block, their_block) % min(my_block, their_block):
+        expected.add("layout.block_tokens")
+    assert fatal == expected

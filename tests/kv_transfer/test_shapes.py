@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from kv_transfer.shapes import CellGather, HeadRange, differing_field, head_rout
 from tests.kv_transfer.direct_sender import DirectSender
 from tests.kv_transfer.oracle import PushOutcome, wait_until
 
-NUM_LAYERS, HEAD_DIM = 3, 4
+NUM_LAYERS, HEAD_DIM, CHUNK_TOKENS = 3, 4, 80
 BLOCKS, TP_SIZES = (16, 32, 64), (1, 2, 4)
 COSTS = LinkCosts(bytes_per_s=1e9, operation_s=1e-5)
 TRANSFER = TransferId(bytes(16))
@@ -29,10 +30,10 @@ def layout(num_kv_heads: int, block_tokens: int) -> KvLayout:
     return KvLayout(NUM_LAYERS, num_kv_heads, HEAD_DIM, "float32", 4, block_tokens)
 
 
-def oracle(layer: int, pair: int, head: int, tokens: np.ndarray) -> np.ndarray:
-    """`[tokens, head_dim]`: each element a function of (token, layer, key or value, head, position)."""
-    base = 1000.0 * layer + 500.0 * pair + 50.0 * head
-    return (base + tokens[:, None] * 7919.0 + np.arange(HEAD_DIM)[None, :]).astype(np.float32)
+def oracle(num_kv_heads: int, num_tokens: int) -> np.ndarray:
+    """`[layers, 2, heads, tokens, head_dim]`: each element says where it belongs."""
+    axes = np.indices((NUM_LAYERS, 2, num_kv_heads, num_tokens, HEAD_DIM), np.float32)
+    return np.asarray(np.tensordot(np.array([1e5, 5e4, 5e3, 16, 1], np.float32), axes, 1), np.float32)
 
 
 class Rank:
@@ -42,98 +43,115 @@ class Rank:
         self.heads = heads_of_rank(num_kv_heads, tp_size, rank)
         num_blocks = -(-num_tokens // block_tokens)
         self.memory = KvMemory(layout(self.heads.count, block_tokens), num_blocks + 2)
-        for block in range(num_blocks + 2):
-            self.memory.poison(block)
+        self.poison()
         ids = sorted(range(num_blocks + 2), key=lambda block: (block * 5 + 3) % 7)
         self.blocks = tuple(BlockRef(BlockId(block), 1) for block in ids[:num_blocks])
 
-    def cells(self, first_token: int, end_token: int) -> list[tuple[int, int, int, np.ndarray, np.ndarray]]:
-        """(layer, pair, head of the model, the pool's rows, their tokens), block by block."""
-        found = []
-        size = self.memory.layout.block_tokens
-        for index, ref in enumerate(self.blocks):
-            tokens = np.arange(max(first_token, index * size), min(end_token, (index + 1) * size))
-            if len(tokens) == 0:
-                continue
-            for layer, pair, head in itertools.product(range(NUM_LAYERS), range(2), range(self.heads.count)):
-                plane = self.memory.tensor[ref.block, layer, pair, head].numpy()
-                rows = plane[tokens - index * size]
-                found.append((layer, pair, self.heads.first + head, rows, tokens))
-        return found
+    def poison(self) -> None:
+        for block in range(self.memory.num_blocks):
+            self.memory.poison(block)
 
-    def write(self, end_token: int) -> None:
+    def write(self, content: np.ndarray) -> None:
+        """`content` as `oracle` gives it, for all heads of the model."""
         size = self.memory.layout.block_tokens
+        mine = content[:, :, self.heads.first : self.heads.first + self.heads.count]
         for index, ref in enumerate(self.blocks):
-            tokens = np.arange(index * size, min(end_token, (index + 1) * size))
-            for layer, pair, head in itertools.product(range(NUM_LAYERS), range(2), range(self.heads.count)):
-                plane = self.memory.tensor[ref.block, layer, pair, head].numpy()
-                plane[: len(tokens)] = oracle(layer, pair, self.heads.first + head, tokens)
+            part = mine[..., index * size : (index + 1) * size, :]
+            self.memory.tensor[ref.block].numpy()[..., : part.shape[-2], :] = part
 
-    def assert_exact(self, first_token: int, end_token: int) -> None:
-        for layer, pair, head, rows, tokens in self.cells(first_token, end_token):
-            np.testing.assert_array_equal(rows, oracle(layer, pair, head, tokens), f"layer {layer} head {head}")
+    def read(self, num_tokens: int) -> np.ndarray:
+        """`[layers, 2, this rank's heads, tokens, head_dim]`"""
+        blocks = self.memory.tensor[[ref.block for ref in self.blocks]].numpy()
+        joined = np.moveaxis(blocks, 0, 3)
+        return joined.reshape(*joined.shape[:3], -1, HEAD_DIM)[..., :num_tokens, :]
+
+    def assert_exact(self, content: np.ndarray, first_token: int, end_token: int) -> None:
+        expected = content[:, :, self.heads.first : self.heads.first + self.heads.count, first_token:end_token]
+        np.testing.assert_array_equal(self.read(end_token)[..., first_token:, :], expected)
 
     def assert_untouched(self, end_token: int) -> None:
-        for _, _, _, rows, _ in self.cells(0, end_token):
-            assert (rows.view(np.uint8) == POISON_BYTE).all()
+        assert (np.ascontiguousarray(self.read(end_token)).view(np.uint8) == POISON_BYTE).all()
 
 
-def move(sources: list[Rank], targets: list[Rank], num_kv_heads: int, num_tokens: int, have_tokens: int) -> None:
-    """Every source rank pushes its share to every target rank, chunk by chunk and layer by layer."""
-    routes = head_routes(num_kv_heads, len(sources), len(targets))
-    for target_rank, target in enumerate(targets):
-        mine = [route for route in routes if route.target_rank == target_rank]
-        parts = {route: HeadRange(route.heads.first - target.heads.first, route.heads.count) for route in mine}
-        table = LandingTable(target.memory)
-        first_block = have_tokens // target.memory.layout.block_tokens
-        destination = target.blocks[first_block:]
-        table.open(TRANSFER, 1, destination, first_block, lambda *_: None, tuple(parts.values()))
-        roots = {}
-        for route, part in parts.items():
-            source = sources[route.source_rank]
+class Movement:
+    """Every source rank pushes its share to every target rank, chunk by chunk, layer by layer; its test closes it."""
+
+    def __init__(self, sources: list[Rank], targets: list[Rank], num_kv_heads: int) -> None:
+        self._targets = targets
+        self._tables = [LandingTable(target.memory) for target in targets]
+        self._pushers: list[list[tuple[LayerPusher, HeadRange, Rank, int]]] = [[] for _ in targets]
+        for route in head_routes(num_kv_heads, len(sources), len(targets)):
+            source, target = sources[route.source_rank], targets[route.target_rank]
+            part = HeadRange(route.heads.first - target.heads.first, route.heads.count)
             source_heads = HeadRange(route.heads.first - source.heads.first, route.heads.count)
             gather = CellGather(source.memory, target.memory.layout, source_heads, part)
-            pusher = LayerPusher(DirectSender(table), source.memory, COSTS, route.source_rank, gather)
-            outcome = PushOutcome()
-            session = pusher.open(PushRequest(TRANSFER, 1, num_tokens, have_tokens, outcome.callbacks()))
-            session.blocks_allocated(source.blocks, 0)
-            for start in range(0, num_tokens, 48):
-                session.chunk_started(start, min(48, num_tokens - start))
-                for layer in range(NUM_LAYERS):
-                    session.layer_written(layer)
-                session.chunk_finished()
-            wait_until(lambda outcome=outcome: bool(outcome.sealed or outcome.failed), "sealed")  # type: ignore[misc]
-            pusher.close()
-            roots[route.source_rank] = outcome.sealed[0].root_digest
-        arrived = table.arrived(TRANSFER, 1)
-        assert arrived is not None
-        assert arrived.is_complete, arrived.missing
-        assert arrived.root_digests == {rank: root for rank, root in roots.items() if destination}
+            sender = DirectSender(self._tables[route.target_rank])
+            pusher = LayerPusher(sender, source.memory, COSTS, route.source_rank, gather)
+            self._pushers[route.target_rank].append((pusher, part, source, route.source_rank))
+        self._epoch = 0
+
+    def move(self, num_tokens: int, have_tokens: int) -> None:
+        self._epoch += 1
+        for target, table, pushers in zip(self._targets, self._tables, self._pushers, strict=True):
+            target.poison()
+            size = target.memory.layout.block_tokens
+            first_block, end_block = have_tokens // size, -(-num_tokens // size)
+            destination = target.blocks[first_block:end_block]
+            parts = tuple(part for _, part, _, _ in pushers)
+            table.open(TRANSFER, self._epoch, destination, first_block, lambda *_: None, parts)
+            outcomes = {}
+            for pusher, _, source, rank in pushers:
+                outcomes[rank] = PushOutcome()
+                self._push(pusher, source, num_tokens, have_tokens, outcomes[rank])
+            for outcome in outcomes.values():
+                wait_until(lambda outcome=outcome: bool(outcome.sealed or outcome.failed), "sealed")  # type: ignore[misc]
+            arrived = table.arrived(TRANSFER, self._epoch)
+            assert arrived is not None
+            assert arrived.is_complete, arrived.missing
+            roots = {rank: outcome.sealed[0].root_digest for rank, outcome in outcomes.items() if destination}
+            assert arrived.root_digests == roots
+
+    def _push(self, pusher: LayerPusher, source: Rank, num_tokens: int, have_tokens: int, outcome: PushOutcome) -> None:
+        session = pusher.open(PushRequest(TRANSFER, self._epoch, num_tokens, have_tokens, outcome.callbacks()))
+        session.blocks_allocated(source.blocks[: -(-num_tokens // source.memory.layout.block_tokens)], 0)
+        for start in range(0, num_tokens, CHUNK_TOKENS):
+            session.chunk_started(start, min(CHUNK_TOKENS, num_tokens - start))
+            for layer in range(NUM_LAYERS):
+                session.layer_written(layer)
+            session.chunk_finished()
+
+    def close(self) -> None:
+        for pushers in self._pushers:
+            for pusher, *_ in pushers:
+                pusher.close()
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 @pytest.mark.parametrize(("source_tp", "target_tp"), list(itertools.product(TP_SIZES, TP_SIZES)))
 @pytest.mark.parametrize(("source_block", "target_block"), list(itertools.product(BLOCKS, BLOCKS)))
-def test_kv17_kv51_every_shape_moves_exactly(
+def test_kv2_kv17_kv51_every_shape_prefix_and_remainder_moves_exactly(
     num_kv_heads: int, source_tp: int, target_tp: int, source_block: int, target_block: int
 ) -> None:
-    for num_tokens, have_blocks in ((target_block * 2 + 1, 0), (target_block * 3, 1), (target_block * 2 - 1, 1)):
-        have_tokens = have_blocks * target_block
-        sources = [Rank(num_kv_heads, source_tp, rank, source_block, num_tokens) for rank in range(source_tp)]
-        targets = [Rank(num_kv_heads, target_tp, rank, target_block, num_tokens) for rank in range(target_tp)]
-        for source in sources:
-            source.write(num_tokens)
-        move(sources, targets, num_kv_heads, num_tokens, have_tokens)
-        for target in targets:
-            target.assert_exact(have_tokens, num_tokens)
-            target.assert_untouched(have_tokens)
+    """Prefix: none, a part, all whole blocks of the receiver. Remainder: the prompt ends at a block's end, one token
+    behind it, one before it."""
+    most_tokens = 3 * target_block
+    content = oracle(num_kv_heads, most_tokens)
+    sources = [Rank(num_kv_heads, source_tp, rank, source_block, most_tokens) for rank in range(source_tp)]
+    targets = [Rank(num_kv_heads, target_tp, rank, target_block, most_tokens) for rank in range(target_tp)]
+    for source in sources:
+        source.write(content)
+    with contextlib.closing(Movement(sources, targets, num_kv_heads)) as movement:
+        for have_blocks, remainder in itertools.product(range(3), (0, 1, target_block - 1)):
+            num_tokens, have_tokens = 2 * target_block + remainder, have_blocks * target_block
+            movement.move(num_tokens, have_tokens)
+            for target in targets:
+                target.assert_exact(content, have_tokens, num_tokens)
+                target.assert_untouched(have_tokens)
 
 
-def test_kv72_a_prefix_that_the_receiver_holds_whole_leaves_nothing_to_send() -> None:
-    source, target = Rank(2, 1, 0, 16, 64), Rank(2, 1, 0, 32, 64)
-    source.write(64)
-    move([source], [target], 2, 64, 64)
-    target.assert_untouched(64)
+def test_an_element_of_the_oracle_is_no_other_element() -> None:
+    content = oracle(8, 192)
+    assert len(np.unique(content)) == content.size
 
 
 @pytest.mark.parametrize(("heads", "tp_size"), [(8, 3), (2, 3), (3, 2)])
@@ -170,7 +188,7 @@ def test_fp8_blocks_of_another_size_are_refused() -> None:
 
 def test_the_part_of_a_block_that_the_prompt_does_not_reach_is_zero() -> None:
     source = Rank(1, 1, 0, 16, 20)
-    source.write(20)
+    source.write(oracle(1, 20))
     gather = CellGather(source.memory, layout(1, 64), HeadRange(0, 1), HeadRange(0, 1))
     payload = np.frombuffer(gather.gather(source.blocks, CellRange(0, 1, 0, 1)), np.float32)
     assert (payload.reshape(2, 1, 64, HEAD_DIM)[:, :, 32:] == 0).all()
