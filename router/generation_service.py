@@ -163,7 +163,8 @@ class GenerationService:
         """The answer with all its choices; nothing is placed."""
         for guide in (*request.described, *(() if request.guide is None else (request.guide,))):
             await self._grammars.check(guide.kind, guide.text, guide.param)
-        prompts = [await self.encoder.encode(prompt) for prompt in request.prompts]
+        key = scope_key(self._policy.scope_secret, tenant, request.cache_salt)
+        prompts = [await self.encoder.encode(prompt, key) for prompt in request.prompts]
         self.metrics.demand.encoded([len(token_ids) for token_ids in prompts])
         deadline_s = times.admitted_s + (request.timeout_s or self._policy.request_timeout_s)
         answer = Answer(
@@ -177,23 +178,25 @@ class GenerationService:
             on_step=self.metrics.step,
         )
         seed = (self._seeds.getrandbits(63) if request.seed is None else request.seed) & _SEED_MASK
-        key = scope_key(self._policy.scope_secret, tenant, request.cache_salt)
         for token_ids in prompts:
-            spec = SequenceSpec(
-                submission_id="",
-                index=0,
-                token_ids=token_ids,
-                sampling=self._sampling(request, len(token_ids), seed),
-                scope=common_pb2.CacheScope(scope_key=key),
-                tenant=tenant,
-                priority=request.priority,
-                session_key=request.user,
-                block_hashes=await self._block_hashes(token_ids, key),
-                deadline_s=deadline_s,
-                traceparent="" if trace is None else trace.traceparent,
-            )
+            sampling = self._sampling(request, len(token_ids), seed)
+            block_hashes = await self._block_hashes(token_ids, key)
             for choice_index in range(request.num_choices):
-                self._add_choice(answer, request, spec, choice_index)
+                index = answer.num_added
+                spec = SequenceSpec(
+                    submission_id=f"{request_id}-{index}",
+                    index=index,
+                    token_ids=token_ids,
+                    sampling=dataclasses.replace(sampling, choice_index=choice_index) if choice_index else sampling,
+                    scope=common_pb2.CacheScope(scope_key=key),
+                    tenant=tenant,
+                    priority=request.priority,
+                    session_key=request.user,
+                    block_hashes=block_hashes,
+                    deadline_s=deadline_s,
+                    traceparent="" if trace is None else trace.traceparent,
+                )
+                self._add_choice(answer, request, spec)
         times.encoded_s = self._clock()
         if trace is not None:
             trace.answer = answer
@@ -236,14 +239,7 @@ class GenerationService:
         scope = self._registry.hash_scope(key) if self._dispatcher.cache_view is not None else None
         return [] if scope is None else await self.encoder.hash(token_ids, scope)
 
-    def _add_choice(self, answer: Answer, request: GenerationRequest, prompt: SequenceSpec, choice_index: int) -> None:
-        index = answer.num_added
-        spec = dataclasses.replace(
-            prompt,
-            submission_id=f"{answer.request_id}-{index}",
-            index=index,
-            sampling=dataclasses.replace(prompt.sampling, choice_index=choice_index),
-        )
+    def _add_choice(self, answer: Answer, request: GenerationRequest, spec: SequenceSpec) -> None:
         text = ChoiceText(
             Detokenizer(self.tokenizer.token_bytes, self.tokenizer.special_ids),
             request.stop,

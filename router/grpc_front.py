@@ -21,7 +21,7 @@ from cluster.rpc_errors import ErrorInterceptor
 from router.answer import LENGTH, STOP, Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
 from router.generation_service import GenerationService
-from router.request_parser import RequestParser
+from router.request_parser import AroundBody, RequestParser
 from router.tenants import DEFAULT_TENANT, ApiKeys
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -54,18 +54,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse],
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         tenant = DEFAULT_TENANT if self._keys is None else self._keys.tenant_of(_metadata(context, "authorization"))
-        parsed = dataclasses.replace(
-            self._parse(request, context.time_remaining()), traceparent=_metadata(context, "traceparent")
-        )
+        around = AroundBody(context.time_remaining(), request.return_timeline, _metadata(context, "traceparent"))
+        parsed = self._parse(request, around)
         # A client that leaves cancels this coroutine, and leaving the context cancels what runs.
         async with self._service.answering(parsed, tenant) as answer:
             async for updates in answer.updates():
                 yield _response(answer, updates)
             yield _last_response(answer, parsed)
 
-    def _parse(self, request: inference_pb2.GenerateRequest, remaining_s: float | None) -> GenerationRequest:
+    def _parse(self, request: inference_pb2.GenerateRequest, around: AroundBody) -> GenerationRequest:
         body = {"model": request.model or self._parser.limits.model_name, **_body(request)}
-        parsed = self._parse_body(body)
+        parsed = self._parse_body(body, around)
         guide = parsed.guide
         if guide is not None:
             named = {field: name for name, field in _GUIDES.items()}
@@ -75,13 +74,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             guide=guide,
             is_streamed=True,
             wants_token_ids=True,
-            wants_timeline=request.return_timeline,
-            timeout_s=remaining_s,
         )
 
-    def _parse_body(self, body: dict[str, Any]) -> GenerationRequest:
+    def _parse_body(self, body: dict[str, Any], around: AroundBody) -> GenerationRequest:
+        parse = self._parser.parse_chat if "messages" in body else self._parser.parse_completion
         try:
-            return self._parser.parse_chat(body) if "messages" in body else self._parser.parse_completion(body)
+            return parse(body, around)
         except InvalidRequest as error:
             raise _renamed(error) from None
 

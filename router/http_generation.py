@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from router.http_body import read_json_bytes
 from router.http_errors import as_tandem_error, error_body, error_event, error_headers
 from router.limits import MAX_TIMEOUT_MS, MIN_TIMEOUT_MS
 from router.openai_format import OpenAiWriter
+from router.request_parser import AroundBody
 
 JSON_TYPE = b"application/json"
 MAX_CLIENT_ID_CHARS = 128
@@ -42,7 +42,7 @@ class GenerationEndpoint:
     def __init__(
         self,
         service: GenerationService,
-        parse: Callable[[dict[str, Any]], GenerationRequest],
+        parse: Callable[[dict[str, Any], AroundBody], GenerationRequest],
         max_body_bytes: int,
     ) -> None:
         self._service = service
@@ -53,12 +53,7 @@ class GenerationEndpoint:
         response = _Response(send, _client_request_id(scope))
         try:
             body = await self._service.encoder.parse(await read_json_bytes(scope, receive, self._max_body_bytes))
-            request = dataclasses.replace(
-                self._parse(body),
-                timeout_s=_timeout_s(scope),
-                wants_timeline=_wants_timeline(scope),
-                traceparent=header(scope, b"traceparent").decode("latin-1"),
-            )
+            request = self._parse(body, _around(scope))
             tenant: Tenant = scope["state"]["tenant"]
             async with self._service.answering(request, tenant) as answer, _watching(answer, receive):
                 response.request_id = answer.request_id
@@ -75,7 +70,7 @@ class GenerationEndpoint:
             async for updates in answer.updates():
                 if events := writer.events(updates):
                     await response.send_events(events)
-            await response.end_events(writer.last_events())
+            await response.send_events(writer.last_events(), are_last=True)
             return
         collected: list[ChoiceUpdate] = []
         async for updates in answer.updates():
@@ -92,16 +87,12 @@ class _Response:
         self._is_started = False
         self.request_id = ""
 
-    async def send_events(self, events: bytes) -> None:
+    async def send_events(self, events: bytes, *, are_last: bool = False) -> None:
         if not self._is_started:
             self._is_started = True
             headers = [*_EVENT_STREAM_HEADERS, *self._id_headers()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end_events(self, events: bytes) -> None:
-        await self.send_events(events)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send({"type": "http.response.body", "body": events, "more_body": not are_last})
 
     async def send_whole(self, body: bytes) -> None:
         await send_response(self._send, 200, JSON_TYPE, body, self._id_headers())
@@ -109,7 +100,7 @@ class _Response:
     async def fail(self, raised: Exception) -> None:
         error = as_tandem_error(raised)
         if self._is_started:
-            await self.end_events(error_event(error))
+            await self.send_events(error_event(error), are_last=True)
             return
         headers = [*error_headers(error), *self._id_headers()]
         await send_response(self._send, error.http_status, JSON_TYPE, error_body(error), headers)
@@ -143,6 +134,10 @@ def _client_request_id(scope: Scope) -> bytes:
     value = header(scope, b"x-request-id")
     is_harmless = len(value) <= MAX_CLIENT_ID_CHARS and all(0x21 <= byte <= 0x7E for byte in value)
     return value if is_harmless else b""
+
+
+def _around(scope: Scope) -> AroundBody:
+    return AroundBody(_timeout_s(scope), _wants_timeline(scope), header(scope, b"traceparent").decode("latin-1"))
 
 
 def _timeout_s(scope: Scope) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from typing import Any, NoReturn
 
 from cluster.errors import InvalidRequest, shown
@@ -17,8 +16,10 @@ MAX_DEPTH = 64
 # A conversation of a hundred thousand tokens has fewer messages than this; looking at a million takes a second.
 MAX_CONTAINERS = 50_000
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
-# A lone surrogate needs an escape, a wide integer or an infinite float many digits.
-_NEEDS_WALK = re.compile(rb"\\u[dD]|\d{19}|[eE][+-]?\d{3}")
+# A lone surrogate needs an escape, a wide integer or an infinite float many digits. Every digit is a 0 for this look:
+# a search for fixed bytes takes a fiftieth of a regular expression's time.
+_SHAPE = bytes.maketrans(b"123456789ED", b"000000000ed")
+_NEED_WALK = (b"\\ud", b"0" * 19, b"e000", b"e+000", b"e-000")
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
@@ -38,11 +39,16 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _invalid(f"the body must be a JSON object, not {_name_of_kind(value)}")
     num_containers = body.count(b"[") + body.count(b"{")
-    if num_containers > MAX_DEPTH or _NEEDS_WALK.search(body) is not None:
+    if num_containers > MAX_DEPTH or _may_need_walk(body):
         if num_containers > MAX_CONTAINERS:  # brackets within strings count too, but nobody writes as many
             raise _invalid(f"the body has more than {MAX_CONTAINERS} arrays and objects")
         _check_values(value)
     return value
+
+
+def _may_need_walk(body: bytes) -> bool:
+    shape = body.translate(_SHAPE)
+    return any(marks in shape for marks in _NEED_WALK)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -21,6 +21,8 @@ from router.fair_queue import Tier
 from router.placement import Placement
 from router.sequence import Sequence
 
+STAGES = ("tokenize", "place", "prefill_queue", "prefill", "transfer_exposed", "decode_wait")
+
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +45,13 @@ class RequestMetrics:
         self.demand = DemandTotals()
         self._inter_token_latency = series.inter_token_latency.labels(model)
         self._generation_tokens = series.generation_tokens.labels(model)
+        self._prompt_tokens = series.prompt_tokens.labels(model)
+        self._cached_prompt_tokens = series.cached_prompt_tokens.labels(model)
+        self._prompt_lengths = series.prompt_lengths.labels(model)
+        self._generation_lengths = series.generation_lengths.labels(model)
+        self._e2e_request_latency = series.e2e_request_latency.labels(model)
+        self._time_to_first_token = series.time_to_first_token.labels(model)
+        self._stages = {stage: series.request_stage.labels(model, stage) for stage in STAGES}
         self._fallbacks: Counter[RouterFallback] = Counter()
 
     @property
@@ -105,22 +114,22 @@ class RequestMetrics:
 
     def ended(self, answer: Answer) -> None:
         """After an answer that was placed, whatever its end."""
-        times, usage, model, series = answer.times, answer.usage, self._model, self._series
+        times, usage, stages = answer.times, answer.usage, self._stages
         self.demand.ended(len(answer.prompt_lengths), usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        series.prompt_tokens.labels(model).inc(usage.prompt_tokens)
-        series.cached_prompt_tokens.labels(model).inc(usage.cached_tokens)
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._cached_prompt_tokens.inc(usage.cached_tokens)
         self._generation_tokens.inc(usage.completion_tokens)
-        series.prompt_lengths.labels(model).observe(usage.prompt_tokens)
-        series.generation_lengths.labels(model).observe(usage.completion_tokens)
-        series.e2e_request_latency.labels(model).observe(times.ended_s - times.admitted_s)
+        self._prompt_lengths.observe(usage.prompt_tokens)
+        self._generation_lengths.observe(usage.completion_tokens)
+        self._e2e_request_latency.observe(times.ended_s - times.admitted_s)
         if times.first_token_s:
-            series.time_to_first_token.labels(model).observe(times.first_token_s - times.admitted_s)
-        series.request_stage.labels(model, "tokenize").observe(times.encoded_s - times.admitted_s)
-        series.request_stage.labels(model, "place").observe(times.placed_s - times.encoded_s)
+            self._time_to_first_token.observe(times.first_token_s - times.admitted_s)
+        stages["tokenize"].observe(times.encoded_s - times.admitted_s)
+        stages["place"].observe(times.placed_s - times.encoded_s)
         if (timeline := answer.timeline) is not None:
-            series.request_stage.labels(model, "prefill_queue").observe(timeline.prefill_queued_us / 1e6)
-            series.request_stage.labels(model, "prefill").observe(timeline.prefill_compute_us / 1e6)
-            series.request_stage.labels(model, "transfer_exposed").observe(timeline.transfer_exposed_us / 1e6)
-            series.request_stage.labels(model, "decode_wait").observe(timeline.decode_wait_us / 1e6)
+            stages["prefill_queue"].observe(timeline.prefill_queued_us / 1e6)
+            stages["prefill"].observe(timeline.prefill_compute_us / 1e6)
+            stages["transfer_exposed"].observe(timeline.transfer_exposed_us / 1e6)
+            stages["decode_wait"].observe(timeline.decode_wait_us / 1e6)
         for reason in answer.finish_reasons:
-            series.requests_ended.labels(model, reason).inc()
+            self._series.requests_ended.labels(self._model, reason).inc()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.errors import InvalidRequest, ModelNotFound, shown
 from cluster.sampling_params import NO_LOGPROBS
@@ -36,6 +36,17 @@ _SAME_NAME = (
 )  # fmt: skip
 
 
+class AroundBody(NamedTuple):
+    """What a request says beside its body: in HTTP's headers, in gRPC's metadata and deadline."""
+
+    timeout_s: float | None = None
+    wants_timeline: bool = False
+    traceparent: str = ""
+
+
+NOTHING_AROUND = AroundBody()
+
+
 class RequestParser:
     """Checks bodies against one model's limits."""
 
@@ -47,7 +58,7 @@ class RequestParser:
         self._default_max_tokens = default_max_tokens
         self._tool_format = tool_format
 
-    def parse_chat(self, body: Mapping[str, Any]) -> GenerationRequest:
+    def parse_chat(self, body: Mapping[str, Any], around: AroundBody = NOTHING_AROUND) -> GenerationRequest:
         """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
         values = check_fields(body, self._chat_fields, frozenset({"messages"}))
         self._check_model(values)
@@ -61,11 +72,11 @@ class RequestParser:
             max_tokens=_chat_max_tokens(values, self._default_max_tokens),
             logprobs=_chat_logprobs(values),
             tool_use=use,
-            **_shared_values(values, 1),
+            **_shared_values(values, 1, around),
         )
         return request if use is None else self._with_calls(request, use)
 
-    def parse_completion(self, body: Mapping[str, Any]) -> GenerationRequest:
+    def parse_completion(self, body: Mapping[str, Any], around: AroundBody = NOTHING_AROUND) -> GenerationRequest:
         """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
         values = check_fields(body, self._completion_fields, frozenset({"prompt"}))
         self._check_model(values)
@@ -78,7 +89,7 @@ class RequestParser:
             prompts=prompts,
             max_tokens=values.get("max_tokens", default),
             logprobs=values.get("logprobs", NO_LOGPROBS),
-            **_shared_values(values, len(prompts)),
+            **_shared_values(values, len(prompts), around),
         )
 
     def _with_calls(self, request: GenerationRequest, use: ToolUse) -> GenerationRequest:
@@ -135,7 +146,7 @@ class RequestParser:
         return TokenPrompt(tuple(value))
 
 
-def _shared_values(values: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
+def _shared_values(values: Mapping[str, Any], num_prompts: int, around: AroundBody) -> dict[str, Any]:
     num_choices = values.get("n", 1)
     check_num_sequences(num_prompts, num_choices)
     is_streamed = values.get("stream", False)
@@ -152,6 +163,9 @@ def _shared_values(values: Mapping[str, Any], num_prompts: int) -> dict[str, Any
         "is_streamed": is_streamed,
         "includes_usage": options.get("include_usage", False),
         "has_continuous_usage": options.get("continuous_usage_stats", False),
+        "timeout_s": around.timeout_s,
+        "wants_timeline": around.wants_timeline,
+        "traceparent": around.traceparent,
     }
 
 

@@ -10,6 +10,7 @@ So another tenant's request cannot hit these blocks, and a client's salt can onl
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import re
@@ -23,6 +24,7 @@ from cluster.identity import Tenant
 from router.tenant_limits import TenantLimit
 
 SCOPE_KEY_BYTES = 16
+MAX_REMEMBERED_SCOPES = 4096  # tenants times the salts that they use
 DEFAULT_TENANT = Tenant("default")
 CRITICAL = "critical"
 ADMIN = "admin"
@@ -124,6 +126,7 @@ def _limit(words: Sequence[str], where: str) -> TenantLimit:
     )
 
 
+@functools.lru_cache(MAX_REMEMBERED_SCOPES)
 def scope_key(secret: bytes, tenant: Tenant, salt: str) -> bytes:
     """What seeds the block hashes of this tenant and salt. Parts are length-prefixed, so none runs into the next."""
     parts = b"".join(len(part).to_bytes(4, "little") + part for part in (tenant.encode(), salt.encode()))

@@ -31,7 +31,7 @@ class TimingPrior:
 
 
 class LinearTiming:
-    """Three non-negative coefficients over three features, fitted online."""
+    """Three non-negative coefficients over three features, fitted online: the prior's until enough was seen."""
 
     def __init__(self, prior: tuple[float, float, float]) -> None:
         self._prior = np.array(prior, dtype=np.float64)
@@ -40,19 +40,15 @@ class LinearTiming:
         self._coefficients = self._prior / self._unit
         self._covariance = np.eye(3) * PRIOR_VARIANCE
         self._num_samples = 0
-
-    @property
-    def coefficients(self) -> Vector:
-        """The fitted ones once enough was seen, the prior before."""
-        fitted: Vector = np.maximum(self._coefficients * self._unit, 0.0)
-        return fitted if self._num_samples >= MIN_SAMPLES else self._prior
+        # As plain floats: they are asked for many times for each decision and change once for each measurement.
+        self.coefficients: tuple[float, float, float] = prior
 
     @property
     def num_samples(self) -> int:
         return self._num_samples
 
     def predict(self, features: Vector) -> float:
-        return float(self.coefficients @ features)
+        return float(np.asarray(self.coefficients) @ features)
 
     def observe(self, features: Vector, measured_ms: float) -> None:
         """One measurement. What is not a positive finite time is not one, and is ignored."""
@@ -67,6 +63,9 @@ class LinearTiming:
         sizes, directions = np.linalg.eigh(self._covariance)
         self._covariance = (directions * np.minimum(sizes, PRIOR_VARIANCE)) @ directions.T
         self._num_samples += 1
+        if self._num_samples >= MIN_SAMPLES:
+            c0, c1, c2 = np.maximum(self._coefficients * self._unit, 0.0).tolist()
+            self.coefficients = (c0, c1, c2)
 
 
 class TimingModel:
@@ -78,15 +77,13 @@ class TimingModel:
 
     @property
     def prefill_coefficients(self) -> tuple[float, float, float]:
-        """c0, c1, c2 as plain floats: scoring many workers costs no array operations."""
-        c0, c1, c2 = self._prefill.coefficients.tolist()
-        return c0, c1, c2
+        """c0, c1, c2."""
+        return self._prefill.coefficients
 
     @property
     def decode_coefficients(self) -> tuple[float, float, float]:
-        """alpha, beta, gamma as plain floats."""
-        alpha, beta, gamma = self._decode.coefficients.tolist()
-        return alpha, beta, gamma
+        """alpha, beta, gamma."""
+        return self._decode.coefficients
 
     @property
     def is_prefill_fitted(self) -> bool:

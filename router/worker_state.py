@@ -65,6 +65,7 @@ class WorkerState:
     capacity_tokens: int = field(default=0, init=False)  # what its KV pool holds; 0 while it has not said
     # Prompt tokens that it takes into a step beside its streams, so that these are in time; 0: a whole prompt.
     prefill_tokens_beside_decodes: int = field(default=0, init=False)
+    takes_requests: bool = field(default=True, init=False)  # neither drains nor has stopped admission
     # Uncached tokens placed here, fading: who took more than its share lately.
     _recent_tokens: float = 0.0
     _recent_at_s: float = 0.0
@@ -74,8 +75,7 @@ class WorkerState:
 
     @property
     def is_routable(self) -> bool:
-        load = self.load
-        return self.is_ready and self.is_connected and not load.draining and not load.admission_stopped
+        return self.is_ready and self.is_connected and self.takes_requests
 
     @property
     def generates(self) -> bool:
@@ -105,6 +105,7 @@ class WorkerState:
         self.never_used_blocks = load.free_blocks - load.cached_blocks
         self.capacity_tokens = load.total_blocks * self.block_tokens
         self.prefill_tokens_beside_decodes = load.prefill_tokens_beside_decodes
+        self.takes_requests = not (load.draining or load.admission_stopped)
 
 
 def state_from_record(record: membership_pb2.WorkerRecord, now_s: float) -> WorkerState | None:
