@@ -1,13 +1,31 @@
 #include "draft_chain.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
 #include "packing.h"
 
 namespace tandem {
+
+namespace {
+
+constexpr int kScanned = 128;  // logits that are passed by together where none of them is among the largest
+
+float largest(const float* values, int n) {
+    float lanes[16];
+    std::fill(lanes, lanes + 16, values[0]);
+    int i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; ++j) lanes[j] = values[i + j] > lanes[j] ? values[i + j] : lanes[j];
+    for (; i < n; ++i) lanes[0] = std::max(lanes[0], values[i]);
+    return *std::max_element(lanes, lanes + 16);
+}
+
+}  // namespace
 
 DraftChain::DraftChain(Decoder& layer, const TandemDraftSpec& spec, const KernelTable& kernels)
     : layer_(layer),
@@ -185,20 +203,22 @@ void DraftChain::forward(const TandemDraftBatch& batch) {
 float DraftChain::write_law(float* logits, int32_t* token_ids, float* probabilities) {
     const int size = spec_.draft_vocab_size, width = spec_.width;
     std::vector<int> best;
-    for (int i = 0; i < size; ++i) {
-        if ((int)best.size() == width && logits[i] <= logits[best.back()]) continue;
-        if ((int)best.size() == width) best.pop_back();
-        auto place = std::upper_bound(best.begin(), best.end(), i, [&](int a, int b) { return logits[a] > logits[b]; });
-        best.insert(place, i);
+    for (int first = 0; first < size; first += kScanned) {
+        const int end = std::min(size, first + kScanned);
+        if ((int)best.size() == width && largest(logits + first, end - first) <= logits[best.back()]) continue;
+        for (int i = first; i < end; ++i) {
+            if ((int)best.size() == width && logits[i] <= logits[best.back()]) continue;
+            if ((int)best.size() == width) best.pop_back();
+            auto place = std::upper_bound(best.begin(), best.end(), i, [&](int a, int b) { return logits[a] > logits[b]; });
+            best.insert(place, i);
+        }
     }
-    const float peak = logits[best[0]];
-    for (int i = 0; i < size; ++i) logits[i] -= peak;
-    kernels_.filter.exponentials(logits, size, logits);
-    double total = 0.0;
-    for (int i = 0; i < size; ++i) total += logits[i];
+    kernels_.filter.scale_row(logits, size, logits[best[0]], 1.0f);
+    int count = 0;
+    const double total = kernels_.filter.mass_at_least(logits, size, -std::numeric_limits<float>::infinity(), &count);
     for (int rank = 0; rank < width; ++rank) {
         token_ids[rank] = vocabulary_[(size_t)best[(size_t)rank]];
-        probabilities[rank] = (float)(logits[best[(size_t)rank]] / total);
+        probabilities[rank] = (float)(std::exp((double)logits[best[(size_t)rank]]) / total);
     }
     return probabilities[0];
 }
