@@ -4,7 +4,7 @@
     own state, embedding of the guess behind it ──── fuse_next ──┴─> one-layer decoder ─> logits, state
 
 The layer is a model of one layer to the engine's runners; the reduced output head stands where its embedding would.
-Implementations: `native_eagle_layer` (8 bits, one call for all guesses of all requests), `torch_eagle_layer` (float32,
+Implementations: `native_eagle_layer` (4 bits, one call for all guesses of all requests), `torch_eagle_layer` (float32,
 where the native library was not built). `drafter_training.eagle_model` is the same in training. It knows no requests.
 """
 

@@ -1,4 +1,4 @@
-"""The EAGLE layer in native code: all guesses of all requests in one call, weights in 8 bits.
+"""The EAGLE layer in native code: all guesses of all requests in one call, weights in 4 bits.
 
 Between two steps of the target every line is cold, in the interpreter as in the drafter: what one call does not do
 there, Python would do from memory. The C++ side is `engine/native/draft_chain.h`; here are arrays and addresses.
@@ -35,7 +35,7 @@ class NativeEagleLayer:
         self._width = min(WIDTH, config.vocab_size)
         widths = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         is_small = all(map(fits_blocks, widths))
-        quantization: Literal["int8", "none"] = "int8" if is_small else "none"
+        quantization: Literal["int4", "none"] = "int4" if is_small else "none"
         self._runner = NativeRunner(config, weights, memory, dtype="float32", quantization=quantization)
         # The library reads rows of it for as long as this lives.
         self._embedding = embedding.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()
@@ -50,7 +50,7 @@ class NativeEagleLayer:
             target_vocab_size=len(self._embedding),
             block_tokens=BLOCK_TOKENS,
             width=self._width,
-            format=NumberFormat.Q8_0 if is_small else NumberFormat.BF16,
+            format=NumberFormat.Q4_1 if is_small else NumberFormat.BF16,
             rms_norm_eps=config.rms_norm_eps,
             embedding=self._embedding.ctypes.data,
             vocabulary=vocabulary.ctypes.data,

@@ -40,7 +40,7 @@ def make_product(weight: torch.Tensor) -> Product:
 
 
 def fits_blocks(num_inputs: int) -> bool:
-    """Whether a matrix with so many inputs can be kept in 8 bits: they share a scale by 32."""
+    """Whether a matrix with so many inputs can be kept in 8 or 4 bits: they share a scale by 32."""
     return num_inputs % BLOCK_INPUTS == 0
 
 

@@ -89,7 +89,7 @@ def test_guesses_are_those_of_the_trained_module(monkeypatch: pytest.MonkeyPatch
         eagle.close()
 
 
-def test_native_layer_in_8_bits_is_close_to_the_trained_module() -> None:
+def test_native_layer_in_4_bits_is_close_to_the_trained_module() -> None:
     taps, next_ids = rows(20)
     layer = open_eagle_layer(FILE, CONFIG, EMBEDDING, HEAD, BLOCKS_PER_CONTEXT)
     blocks = np.arange(BLOCKS_PER_CONTEXT, dtype=np.int32)
