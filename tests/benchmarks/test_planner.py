@@ -71,7 +71,7 @@ def test_an_objective_below_the_prompts_own_compute_cannot_be_met() -> None:
     assert "ms a token" in too_fast.reason
 
 
-def test_aggregated_is_recommended_when_the_control_is_as_good() -> None:
+def test_rt60_aggregated_is_recommended_when_the_control_is_as_good() -> None:
     traffic = TrafficShape(4000, 200)
     disaggregated = plan(traffic, MODEL, POLICY, 8, "test", measured_aggregated_per_s=0.1)
     assert disaggregated.verdict is Verdict.DISAGGREGATE

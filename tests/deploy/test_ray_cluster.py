@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,7 +103,10 @@ def ray_cluster() -> Iterator[RayCluster]:
         )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
+    given_up = threading.Timer(TIMEOUT_S, process.kill)  # its output ends then, and the line below with it
+    given_up.start()
     line = next((line for line in process.stdout if line.startswith("{")), "")
+    given_up.cancel()
     assert line, (folder / "raylets.log").read_text()[-2000:]
     told = json.loads(line)
     yield RayCluster(told["address"], told["raylets"], Path(told["session"]), folder, environment)

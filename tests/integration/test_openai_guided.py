@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -32,7 +34,7 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    return start_cluster("--prefill", "1", "--decode", "1", "--speculation", "ngram")
+    return start_cluster("--prefill", "1", "--decode", "2", "--speculation", "ngram")
 
 
 @pytest.fixture
@@ -76,6 +78,56 @@ def test_s_b36_hostile_schemas_get_400_and_the_next_request_is_served(client: op
             client.completions.create(model=MODEL, prompt="a", extra_body={"guided_json": schema})
         assert raised.value.code == "invalid_json_schema"
     assert client.completions.create(model=MODEL, prompt="One, two,", max_tokens=2).choices[0].text
+
+
+# Every token but the numbers is forced: an escaped quote, a line break, a nested object.
+NESTED: Any = {
+    "type": "object",
+    "properties": {
+        "said": {"enum": ['she said "never again"\nand left without another word']},
+        "place": {
+            "type": "object",
+            "properties": {"street": {"enum": ["a street"]}, "numbers": {"type": "array", "items": {"type": "integer"},
+                           "minItems": 6, "maxItems": 6}},
+            "required": ["street", "numbers"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["said", "place"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inside", ["she said \\", '"numbers"'], ids=["escape", "nested_array"])
+def test_f41_json_goes_on_on_another_worker_as_if_nothing_had_been(
+    cluster: RunningCluster, client: openai.OpenAI, inside: str
+) -> None:
+    cluster.wait_for(_two_decode_workers, 60, "both decode workers are ready")
+    options: Any = {"model": MODEL, "prompt": "A quote: ", "max_tokens": 200, "temperature": 0.0}
+    options["extra_body"] = {"guided_json": NESTED}
+    undisturbed = client.completions.create(**options).choices[0].text
+    text, is_killed = "", False
+    for chunk in client.completions.create(**options, stream=True):
+        text += "".join(choice.text for choice in chunk.choices)
+        if inside in text and not is_killed:
+            is_killed = _kill_the_one_that_decodes(cluster)
+    assert is_killed
+    assert text == undisturbed
+    assert json.loads(text)["said"] == NESTED["properties"]["said"]["enum"][0]
+
+
+def _two_decode_workers(status: dict[str, Any]) -> bool:
+    states = [worker["state"] for worker in status["workers"] if worker["role"] == "decode"]
+    return states == ["ready", "ready"]
+
+
+def _kill_the_one_that_decodes(cluster: RunningCluster) -> bool:
+    """Whether there was one: a report is as old as a step."""
+    for worker in cluster.status()["workers"]:
+        if worker["role"] == "decode" and worker["load"]["running_requests"]:
+            os.kill(int(worker["details"]["pid"]), signal.SIGKILL)
+            return True
+    return False
 
 
 async def test_async_client_with_regex_choice_and_stop(cluster: RunningCluster) -> None:

@@ -23,6 +23,7 @@ class ScriptedFleet:
         self.running: dict[str, int] = {}
         self.arrived = 0
         self.prompt_tokens = 1000
+        self.num_refused = 0  # of every four that arrive
         self.is_redis_up = True
         self._numbers = dict.fromkeys(Pool, 0)
         for name, count in counts.items():
@@ -59,14 +60,15 @@ class ScriptedFleet:
     async def read(self) -> Reports:
         """`ReportReader`: every ready worker says so, and the router has counted `arrived` prompts."""
         ready = [one.worker_id for one in self.entries.values() if one.state is FleetState.READY]
+        served = self.arrived * (4 - self.num_refused) // 4
         router = membership_pb2.RouterRecord(
             router_id="router-0",
             prompts_arrived=self.arrived,
             prompts_encoded=self.arrived,
             prompt_tokens_encoded=self.arrived * self.prompt_tokens,
-            prompts_ended=self.arrived,
-            prompt_tokens_ended=self.arrived * self.prompt_tokens,
-            generation_tokens=self.arrived * 10,
+            prompts_ended=served,
+            prompt_tokens_ended=served * self.prompt_tokens,
+            generation_tokens=served * 10,
         )
         records = {
             WorkerId(name): worker(

@@ -80,6 +80,19 @@ async def test_load_grows_the_pool_and_idleness_brings_it_back(start: Callable[.
     assert run.done[0].startswith("starting prefill-1: ")
 
 
+async def test_rt44_refused_streams_grow_the_pool_and_leave_nothing_that_keeps_it_grown(
+    start: Callable[..., Run],
+) -> None:
+    """Whatever is refused counts when it arrives, as a total: there is no count that a lost answer could leave up."""
+    run = start(prefill=1, decode=1)
+    run.fleet.num_refused = 3  # of four
+    await run.ticks(4, 20.0)
+    assert run.fleet.count(Pool.PREFILL) > 1
+    run.fleet.become(FleetState.READY, *(name for name in run.fleet.entries if name.startswith("prefill")))
+    await run.ticks(16, 0.0)
+    assert (run.fleet.count(Pool.PREFILL), run.fleet.count(Pool.DECODE)) == (1, 1)
+
+
 async def test_a_recorded_run_decides_the_same_when_it_is_replayed(start: Callable[..., Run]) -> None:
     run = start(prefill=1, decode=1)
     await run.ticks(4, 30.0)
