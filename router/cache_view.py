@@ -137,10 +137,13 @@ class CacheView:
         """Asks again for what was asked for and did not come, and sweeps a part of retired entries."""
         now_s = self._clock()
         for worker_id, state in list(self._logs.items()):
+            if state.asked_range_s is None and state.asked_snapshot_s is None:
+                continue  # a thousand workers of whom nothing was asked cost nothing
             self._logs[worker_id], steps = on_tick(state, now_s)
             self._carry_out(worker_id, steps)
         for worker_id, belief in self._beliefs.items():
-            self._notice_silence(worker_id, belief, now_s)
+            if not belief.num_events:
+                self._notice_silence(worker_id, belief, now_s)
         self._index.sweep()
 
     def match(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> CacheMatch:
@@ -209,7 +212,7 @@ class CacheView:
             )
 
     def _notice_silence(self, worker_id: WorkerId, belief: _Belief, now_s: float) -> None:
-        if belief.is_silent or belief.num_events or belief.first_chosen_s is None:
+        if belief.is_silent or belief.first_chosen_s is None:
             return
         if now_s - belief.first_chosen_s >= SILENT_AFTER_S:
             belief.is_silent = True
