@@ -53,9 +53,7 @@ def ratios_markdown(found: Sequence[TraceRatio]) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     if not arguments:
-        sys.stderr.write(
-            "give the traces' files: python -m benchmarks.trace_ratios conversation.jsonl code.csv\n"
-        )
+        sys.stderr.write("give the traces' files: python -m benchmarks.trace_ratios conversation.jsonl code.csv\n")
         return 2
     sys.stdout.write(ratios_markdown([trace_ratio(Path(argument)) for argument in arguments]))
     return 0
