@@ -33,6 +33,9 @@ from router.worker_state import WorkerState
 PROTOCOL_VERSION = 1
 CONNECT_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 10.0
+# A network that parts resets nothing: who owes tokens and says nothing for so long is asked whether it is there. A
+# worker that stands still for three seconds is not given up; one that does not answer for five is.
+SILENCE_S, PROBE_TIMEOUT_S = 2.0, 3.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 2.0
 # Submissions and cancels that the worker has not taken yet. Its queue is shorter; only a stuck stream gets here.
 MAX_OUTBOX_MESSAGES = 8192
@@ -75,6 +78,8 @@ class WorkerSession:
         self._outbox: deque[worker_pb2.RouterMessage] = deque()
         self._outbox_filled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._heard_s = 0.0  # when the worker last said something
+        self._gave_up: asyncio.Future[str] | None = None  # why this stream is of no use any more
         # No new stream after this one: the worker has left the membership.
         self.is_retired = False
 
@@ -143,20 +148,56 @@ class WorkerSession:
         async with open_channel(self.worker.control_address, self._security) as channel:
             stub: Any = worker_pb2_grpc.DecodeWorkerStub(channel)
             call = stub.Session()
-            writer: asyncio.Task[None] | None = None
+            helpers: list[asyncio.Task[None]] = []
+            self._gave_up = asyncio.get_running_loop().create_future()
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     await call.write(worker_pb2.RouterMessage(hello=self._hello))
                     self._check_hello(await call.read())
                 self._connected()
-                writer = asyncio.create_task(self._write(call), name=f"session writer {self.worker.worker_id}")
-                while (message := await call.read()) is not _END_OF_STREAM:
-                    self._on_message(message)
+                name = self.worker.worker_id
+                helpers = [
+                    asyncio.create_task(self._write(call), name=f"session writer {name}"),
+                    asyncio.create_task(self._watch(channel), name=f"session watch {name}"),
+                    reader := asyncio.create_task(self._read(call), name=f"session reader {name}"),
+                ]
+                await asyncio.wait((reader, self._gave_up), return_when=asyncio.FIRST_COMPLETED)
+                if self._gave_up.done():
+                    return self._gave_up.result()
+                if reader.cancelled():
+                    return "the stream was cut off"
+                reader.result()
                 return f"the worker closed the stream ({(await call.code()).name})"
             finally:
                 call.cancel()
-                if writer is not None:
-                    await end_tasks(writer)
+                await end_tasks(*helpers)
+
+    async def _read(self, call: Any) -> None:
+        """Until the worker ends the stream."""
+        while (message := await call.read()) is not _END_OF_STREAM:
+            self._heard_s = self._clock()
+            self._on_message(message)
+
+    async def _watch(self, channel: grpc.aio.Channel) -> None:
+        """Over the stream's own connection: what parts one parts the other."""
+        admin: Any = worker_pb2_grpc.WorkerAdminStub(channel)
+        self._heard_s = self._clock()
+        while True:
+            await asyncio.sleep(SILENCE_S / 2)
+            if not self._live:
+                self._heard_s = self._clock()
+            elif self._clock() - self._heard_s >= SILENCE_S:
+                try:
+                    await admin.GetStatus(worker_pb2.GetStatusRequest(), timeout=PROBE_TIMEOUT_S)
+                except grpc.aio.AioRpcError as error:
+                    self._give_up(f"it owes tokens and does not answer ({error.code().name})")
+                    return
+                self._heard_s = self._clock()
+
+    def _give_up(self, reason: str) -> None:
+        """This stream is of no use any more."""
+        if self._gave_up is not None and not self._gave_up.done():
+            self._gave_up.set_result(reason)
 
     async def _write(self, call: Any) -> None:
         """The outbox in order. A write that gets stuck ends the stream."""
@@ -167,8 +208,10 @@ class WorkerSession:
                         await call.write(self._outbox.popleft())
                 self._outbox_filled.clear()
                 await self._outbox_filled.wait()
-        finally:
-            call.cancel()  # wakes the reader
+        except TimeoutError:
+            self._give_up("it takes no requests")
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            self._give_up("the stream broke")
 
     def _check_hello(self, message: Any) -> None:
         if message is _END_OF_STREAM or message.WhichOneof("message") != "hello":

@@ -72,12 +72,17 @@ class ScriptedWorker:
     pace: Callable[[worker_pb2.SubmitRequest, int], Any] | None = None
     refuse: Callable[[worker_pb2.SubmitRequest], common_pb2.Failure | None] | None = None
     die_after_tokens: int | None = None  # then the stream breaks
+    answers_status: asyncio.Event = field(default_factory=asyncio.Event)  # set: as at first
     submits: list[worker_pb2.SubmitRequest] = field(default_factory=list)
     cancels: list[worker_pb2.CancelRequest] = field(default_factory=list)
     num_tokens_sent: int = 0
     num_sessions: int = 0
+    num_status_asks: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     _server: grpc.aio.Server | None = None
+
+    def __post_init__(self) -> None:
+        self.answers_status.set()
 
     async def start(self) -> None:
         self._server = build_server(SECURITY)
@@ -235,6 +240,9 @@ class _Admin(worker_pb2_grpc.WorkerAdminServicer):
         self._worker = worker
 
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> worker_pb2.WorkerStatus:
+        self._worker.num_status_asks += 1
+        self._worker.changed.set()
+        await self._worker.answers_status.wait()
         return worker_pb2.WorkerStatus(
             identity=self._worker.identity(),
             model="test-model",

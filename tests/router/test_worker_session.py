@@ -11,6 +11,7 @@ import pytest
 from tandem.v1 import worker_pb2
 
 from cluster.errors import TandemError, WorkerUnavailable
+from router import worker_session
 from router.worker_session import WorkerSession
 from router.worker_state import WorkerState, state_from_record
 from tests.router.scripted_worker import SECURITY, ScriptedWorker
@@ -132,3 +133,31 @@ async def test_what_an_older_placement_says_is_not_heard(scripted: ScriptedWorke
     new = worker_pb2.RequestEvent(request_id="a-0", fence=2)
     session._on_message(_step(request_ids=["a-0", "b-0"], token_counts=[1, 2], token_ids=[7, 8, 9], events=[new]))
     assert sequence.token_ids == [7]
+
+
+async def test_f06_a_worker_that_owes_tokens_and_does_not_answer_is_given_up_and_one_that_answers_is_not(
+    scripted: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parted network resets nothing: without asking, its requests would wait for their deadline."""
+    monkeypatch.setattr(worker_session, "SILENCE_S", 0.1)
+    monkeypatch.setattr(worker_session, "PROBE_TIMEOUT_S", 0.3)
+    gate = asyncio.Event()
+    scripted.pace = lambda *_: gate.wait()
+    await scripted.start()
+    session, state, changed = _session(scripted)
+    await _connected(session, changed)
+    sequence = HeardSequence()
+    session.submit(sequence, worker_pb2.SubmitRequest(request_id="a-0", token_ids=[1]))
+    await scripted.wait_for(lambda: scripted.num_status_asks >= 3)
+    assert state.is_connected
+    assert not sequence.failures
+    scripted.answers_status.clear()
+    async with asyncio.timeout(5):
+        await sequence.changed.wait()
+    assert [failure.error_code for failure in sequence.failures] == ["worker_lost"]
+    assert "does not answer" in sequence.failures[0].message
+    scripted.answers_status.set()
+    await scripted.wait_for(lambda: scripted.num_sessions == 2)  # it is asked again by itself
+    gate.set()
+    await session.stop()
+    await scripted.stop()
