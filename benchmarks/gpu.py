@@ -14,9 +14,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 
 from cluster.kv_layout import SCALE_BYTES
+from engine.decode_graphs import Capture, capture_cuda_graph
+from engine.device_kv_memory import DeviceKvMemory
 from engine.kernels.fp8_kv import quantize, split_pool
 from engine.kernels.triton import fused_layers, kv_cells
 from engine.kernels.triton.operations import num_splits
@@ -24,9 +27,16 @@ from engine.kernels.triton.paged_attention import paged_attention
 from engine.kernels.triton.prefill_attention import prefill_attention
 from engine.kernels.triton.quantized_linear import GROUP_SIZE, quantize_int4
 from engine.kernels.triton.quantized_matmul import matmul_w4a16, matmul_w8a8, quantize_rows
+from engine.kv_memory import layout_of
+from engine.model_config import ModelConfig
+from engine.step import StepInput
+from engine.triton_runner import triton_runner
+from engine.weights.expected_shapes import expected_shapes
+from engine.weights.weight_source import RawBlocks
 
 COPY_BYTES = 1 << 30
 MATRIX_SIZE = 8192
+STEP_LAYERS = 4  # a whole model's step is as many times longer as it has more layers
 EXIT_CANNOT_RUN = 2
 
 # Seconds of one call.
@@ -176,6 +186,68 @@ def layer_cases(shape: ModelShape, device: torch.device, dtype: torch.dtype, tok
     )
 
 
+def step_cases(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, batches: Sequence[tuple[int, int]], capture: Capture
+) -> Iterator[Case]:
+    """A decode step of `STEP_LAYERS` layers, launched by Python and as a graph. `batches`: (sequences, context)."""
+    config = ModelConfig(
+        "llama", "random", 1024, shape.hidden, shape.intermediate, STEP_LAYERS, shape.num_heads, shape.num_kv_heads,
+        shape.head_dim, 10000.0, 1e-5, max(context for _, context in batches), tie_embeddings=True,
+    )  # fmt: skip
+    kinds = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+    for batch, context in batches:
+        width = -(-context // shape.block_tokens)
+        memory = DeviceKvMemory(layout_of(config, kinds[dtype], shape.block_tokens), batch * width, device)
+        runner = triton_runner(_RandomWeights(config), memory, quantization="none", max_model_len=0)
+        step = _decode_step(batch, context, width, shape.block_tokens)
+        weights = STEP_LAYERS * shape.hidden * (2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim)
+        weights += (3 * STEP_LAYERS * shape.intermediate + config.vocab_size) * shape.hidden
+        num_bytes = weights * torch.finfo(dtype).bits / 8 + batch * context * STEP_LAYERS * _kv_bytes(shape, dtype)
+        for kind in ("launched by Python", "replayed graph"):
+            if kind == "replayed graph":
+                runner.capture_decode_steps(capture, max_sequences=batch, max_model_len=0)
+            yield Case(
+                f"decode step of {STEP_LAYERS} layers, {batch} x {context}, {kind}",
+                lambda r=runner, s=step: r.forward(s, None),  # type: ignore[misc]
+                num_bytes=num_bytes,
+            )
+
+
+class _RandomWeights:
+    """A `WeightSource` of any size."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def names(self) -> Sequence[str]:
+        return sorted(expected_shapes(self.config))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        shape = expected_shapes(self.config)[name]
+        return torch.randn(shape, dtype=torch.bfloat16).div_(shape[-1] ** 0.5)
+
+    def raw_blocks(self, name: str) -> RawBlocks | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _decode_step(batch: int, context: int, width: int, block_tokens: int) -> StepInput:
+    """The last token of each of so many sequences."""
+    tables = np.arange(batch * width, dtype=np.int32).reshape(batch, width)
+    last = context - 1
+    return StepInput(
+        token_ids=np.arange(batch, dtype=np.int32),
+        positions=np.full(batch, last, np.int32),
+        slots=tables[:, last // block_tokens].astype(np.int64) * block_tokens + last % block_tokens,
+        query_starts=np.arange(batch + 1, dtype=np.int32),
+        context_lens=np.full(batch, context, np.int32),
+        block_tables=tables,
+        logit_rows=np.arange(batch, dtype=np.int32),
+    )
+
+
 def matrix_cases(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, row_counts: Sequence[int], *, has_fp8: bool
 ) -> Iterator[Case]:
@@ -259,6 +331,7 @@ def all_cases(shape: ModelShape, device: torch.device, dtype: torch.dtype, *, ha
     for tokens in (64, 4096):
         yield from layer_cases(shape, device, dtype, tokens)
     yield from matrix_cases(shape, device, dtype, (1, 16, 64, 2048), has_fp8=has_fp8)
+    yield from step_cases(shape, device, dtype, [(1, 2048), (16, 2048)], capture_cuda_graph)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -48,6 +48,9 @@ class EngineSettings(BaseModel):
     weight_compression: Literal["auto", "off"] = Field(
         default="auto", description="bfloat16 weights in 12 bits without loss, where the CPU decodes them on the way"
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        default="auto", description="auto: where there is a GPU, decode steps of backend triton replay captured graphs"
+    )
     speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = Field(
         default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
     )

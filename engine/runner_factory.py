@@ -18,6 +18,7 @@ from cluster.errors import StartupError
 from cluster.kv_layout import FP8_KV, KvLayout
 from cluster.model_files import resolve_model
 from cluster.worker_settings import WorkerSettings
+from engine.decode_graphs import capture_cuda_graph
 from engine.device_kv_memory import DeviceKvMemory
 from engine.dtype import cpu_features, resolve_dtype
 from engine.kv_memory import KvMemory, layout_of
@@ -151,9 +152,14 @@ def _pick_backend(
     settings: WorkerSettings, weights: WeightSource, memory: KvMemory, dtype: str, max_model_len: int
 ) -> tuple[ModelRunner, Fallback | None]:
     if settings.backend == "triton":
-        return triton_runner(
+        on_gpu = triton_runner(
             weights, memory, quantization=settings.quantization, max_model_len=max_model_len, dtype=dtype
-        ), None
+        )
+        if torch.cuda.is_available() and settings.cuda_graphs == "auto":
+            on_gpu.capture_decode_steps(
+                capture_cuda_graph, max_sequences=settings.max_sequences, max_model_len=max_model_len
+            )
+        return on_gpu, None
     if settings.backend == "torch":
         if settings.quantization != "none":
             raise StartupError(

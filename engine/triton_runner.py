@@ -7,6 +7,7 @@ import importlib.util
 import torch
 
 from cluster.errors import StartupError
+from engine.decode_graphs import Capture, DecodeGraphs
 from engine.interpreter_turn import interpreter_turn, is_interpreting
 from engine.step import LayerCallback, StepInput, StepOutput
 from engine.torch_runner import PoolTensor, TorchRunner
@@ -39,16 +40,45 @@ def triton_device(quantization: str, kv_dtype: str = "auto") -> torch.device:
 
 
 class TritonRunner(TorchRunner):
-    """A decoder whose operations are Triton kernels; keeps `engine.step.ModelRunner`'s promise."""
+    """A decoder whose operations are Triton kernels; keeps `engine.step.ModelRunner`'s promise.
+
+    The tensors of a `StepOutput` are good until the next step.
+    """
+
+    _graphs: DecodeGraphs | None = None
+
+    def capture_decode_steps(self, capture: Capture, *, max_sequences: int, max_model_len: int) -> None:
+        """From now on plain decode steps of so many sequences replay what `capture` makes. Nobody owns a block yet.
+
+        Raises `StartupError` when the GPU does not capture.
+        """
+        try:
+            with interpreter_turn(), torch.inference_mode():
+                self._graphs = DecodeGraphs(
+                    self._decoder,
+                    self._pool,
+                    capture,
+                    max_sequences=max_sequences,
+                    max_model_len=max_model_len or self.config.max_model_len,
+                )
+        except RuntimeError as error:
+            raise StartupError(
+                f"decode steps cannot be captured as CUDA graphs ({error}): set cuda_graphs to off", param="cuda_graphs"
+            ) from error
 
     def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:
         with interpreter_turn():
+            if self._graphs is not None and layer_done is None:
+                with torch.inference_mode():
+                    output = self._graphs.run(step)
+                if output is not None:
+                    return output
             return super().forward(step, layer_done)
 
 
 def triton_runner(
     weights: WeightSource, memory: PoolTensor, *, quantization: str, max_model_len: int, dtype: str = ""
-) -> TorchRunner:
+) -> TritonRunner:
     """Call `triton_device` first: it says what is missing."""
     # Not at the top: triton need not be installed where nobody asks for it.
     from engine.kernels.triton.operations import triton_operations

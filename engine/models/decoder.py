@@ -15,7 +15,7 @@ import torch
 
 from engine.kernels.linear import Linear
 from engine.kernels.reference_attention import AttentionShape
-from engine.kernels.table import OperationTable
+from engine.kernels.table import AttentionPlan, OperationTable
 from engine.model_config import ModelConfig
 from engine.models.rope import rope_table
 from engine.step import LayerCallback, StepInput, StepOutput
@@ -36,6 +36,19 @@ class _Layer:
     down: Linear
 
 
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """A step's arrays on the device, as the layers read them; `engine.step.StepInput` says what each one is."""
+
+    token_ids: torch.Tensor
+    inputs: torch.Tensor | None
+    positions: torch.Tensor
+    slots: torch.Tensor
+    logit_rows: torch.Tensor
+    plan: AttentionPlan
+    tap_layers: tuple[int, ...] = ()
+
+
 class Decoder:
     """One model's weights and its forward pass. Holds no state of any sequence."""
 
@@ -51,7 +64,7 @@ class Decoder:
         """Reads every tensor of `weights` into `dtype` on `device`; the source may be closed afterwards."""
         self.config: ModelConfig = weights.config
         self._operations = operations
-        self._attention_shape = AttentionShape(
+        self.attention_shape = AttentionShape(
             self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.sliding_window
         )
         self._cos, self._sin = rope_table(self.config, max_positions, device)
@@ -63,22 +76,31 @@ class Decoder:
         self._logits = operations.make_linear(head, None)
 
     def forward(self, step: StepInput, pool: torch.Tensor, layer_done: LayerCallback | None) -> StepOutput:
-        """One step over a pool `[blocks, layers, 2, kv_heads, block_tokens, head_dim]` of the model's dtype."""
-        operations, eps = self._operations, self.config.rms_norm_eps
+        """One step over a pool `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`."""
         device = pool.device
-        positions = torch.from_numpy(step.positions).to(device)
-        slots = torch.from_numpy(step.slots).to(device)
-        plan = operations.plan_attention(step, self._attention_shape, pool)
-        rows = torch.from_numpy(step.logit_rows).to(device)
-        residual = self._embed(step, device)
+        tensors = StepTensors(
+            token_ids=torch.from_numpy(step.token_ids).to(device),
+            inputs=None if step.inputs is None else torch.from_numpy(step.inputs).to(device),
+            positions=torch.from_numpy(step.positions).to(device),
+            slots=torch.from_numpy(step.slots).to(device),
+            logit_rows=torch.from_numpy(step.logit_rows).to(device),
+            plan=self._operations.plan_attention(step, self.attention_shape, pool),
+            tap_layers=step.tap_layers,
+        )
+        return self.compute(tensors, pool, layer_done)
+
+    def compute(self, step: StepTensors, pool: torch.Tensor, layer_done: LayerCallback | None) -> StepOutput:
+        """The same of a step that is on the device already: launches alone, nothing is read by the host."""
+        operations, eps, rows = self._operations, self.config.rms_norm_eps, step.logit_rows
+        residual = self._embed(step)
         taps: list[torch.Tensor] = []
         hidden = operations.add_rms_norm(residual, None, self._layers[0].attention_norm, eps)
         for index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, hidden, positions)
-            operations.kv_write(key, value, pool, index, slots)
+            query, key, value = self._project(layer, hidden, step.positions)
+            operations.kv_write(key, value, pool, index, step.slots)
             if layer_done is not None:
                 layer_done(index)
-            hidden = layer.attention_output(plan.attend(query, index))
+            hidden = layer.attention_output(step.plan.attend(query, index))
             hidden = operations.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
             hidden = layer.down(operations.silu_multiply(layer.gate_up(hidden)))
             if index + 1 < len(self._layers):
@@ -91,10 +113,10 @@ class Decoder:
                 taps.append(residual if is_last else residual.index_select(0, rows))
         return StepOutput(self._logits(hidden).float(), hidden, torch.stack(taps, dim=1) if taps else None)
 
-    def _embed(self, step: StepInput, device: torch.device) -> torch.Tensor:
+    def _embed(self, step: StepTensors) -> torch.Tensor:
         if step.inputs is not None:
-            return torch.from_numpy(step.inputs).to(device, self._embedding.dtype, copy=True)
-        return self._embedding.index_select(0, torch.from_numpy(step.token_ids).to(device))
+            return step.inputs.to(self._embedding.dtype, copy=True)
+        return self._embedding.index_select(0, step.token_ids)
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, positions: torch.Tensor

@@ -51,6 +51,13 @@ def test_every_other_case_runs() -> None:
     assert table.count("\n") == 4 + len(results)
 
 
+def test_a_decode_step_runs_launched_and_replayed() -> None:
+    cases = gpu.step_cases(TINY, CPU, torch.float16, [(2, 20)], lambda compute: compute)
+    results = list(gpu.measure(cases, RATES, run_once))
+    assert [result.name.rpartition(", ")[2] for result in results] == ["launched by Python", "replayed graph"]
+    assert results[0].floor_us == results[1].floor_us > 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2

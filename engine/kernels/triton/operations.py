@@ -72,6 +72,28 @@ def plan_attention(step: StepInput, shape: AttentionShape, pool: torch.Tensor) -
     return TritonAttentionPlan(shape, pool, groups, _multiprocessors(pool.device))
 
 
+def plan_fixed_decode(
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    shape: AttentionShape,
+    pool: torch.Tensor,
+    longest_context: int,
+) -> AttentionPlan:
+    """For one new token of each sequence at most, whose arrays on the device change without a new plan: a graph's."""
+    group = _Group(
+        rows=None,
+        query_starts=query_starts,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        tree_masks=None,
+        max_query_tokens=1,
+        longest_context=longest_context,
+        is_decode=not shape.sliding_window,
+    )
+    return TritonAttentionPlan(shape, pool, [group], _multiprocessors(pool.device))
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Sequences that one launch takes, their new tokens laid end to end."""

@@ -38,7 +38,7 @@ def paged_attention(
     Shapes: query `[num_tokens, num_heads, head_dim]`; pool `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`;
     block_tables `[B, W]` int32; context_lens `[B]` int32, KV tokens with the new ones; query_starts `[B + 1]` int32.
     tree_masks `[num_tokens]` int32: bit j of a row says that the row sees the sequence's j-th new token (a draft tree);
-    0, or no masks at all: the row sees itself and those before it.
+    0, or no masks at all: the row sees itself and those before it. A row whose sequence has no context is 0.
 
     Raises ValueError when a sequence may have more than 16 new tokens.
     """
@@ -262,8 +262,11 @@ def _merge_kernel(
     is_split = split < NUM_SPLITS
     row = (split * num_tokens + token).to(tl.int64) * num_heads + head
     log_sum = tl.load(log_sums + row, mask=is_split, other=float("-inf"))
-    weight = tl.exp2(log_sum - tl.max(log_sum, 0))
-    weight = weight / tl.sum(weight, 0)
+    best = tl.max(log_sum, 0)
+    # A row that sees nothing (a graph's padding) is 0 instead of exp(-inf + inf).
+    weight = tl.exp2(log_sum - tl.where(best == float("-inf"), 0.0, best))
+    total = tl.sum(weight, 0)
+    weight = weight / tl.where(total > 0, total, 1.0)
     part = tl.load(
         partial + row[:, None] * HEAD_DIM + dim[None, :],
         mask=(is_split & (log_sum > float("-inf")))[:, None] & (dim < HEAD_DIM)[None, :],

@@ -35,6 +35,7 @@ ATOL = 1e-3
 def load(path: Path, *, is_triton: bool, quantization: str = "none") -> tuple[TorchRunner, KvMemory]:
     weights = open_weights(path)
     memory = KvMemory(layout_of(weights.config, "float32", 16), 64)
+    runner: TorchRunner
     if is_triton:
         runner = triton_runner(weights, memory, quantization=quantization, max_model_len=0)
     else:
