@@ -494,6 +494,22 @@ def test_s33_a_landed_prompt_is_guessed_for_and_a_held_one_is_not() -> None:
         prefill_side.engine.release(RequestId("r0"))
 
 
+def test_k2_a_prompt_that_landed_whole_still_has_its_first_token_computed_here() -> None:
+    """48 tokens in whole blocks, every one of them from elsewhere: the decode side computes what follows, no more."""
+    tokens, params = prompt(48), SamplingParams(max_tokens=2, **GREEDY)
+    answer = expected_tokens(tokens, params)
+    with EngineBench(block_tokens=16) as bench:
+        blocks = bench.pool.allocate(3)
+        assert blocks is not None
+        slots = [ref.block * 16 + offset for ref in blocks for offset in range(16)]
+        bench.runner.kv[slots] = fingerprints(np.array(tokens), np.arange(48))
+        landed = LandedPrompt(tuple(blocks), answer[0], None, 0)
+        bench.submit("r0", tokens, sampling=params, landed=landed)
+        bench.sink.end("r0")
+        assert bench.sink.tokens("r0") == answer[1:]
+        assert bench.runner.num_computed_tokens == 1
+
+
 def test_a_request_may_turn_it_off_or_name_a_drafter_that_is_here() -> None:
     drafter = DraftingSpeculator({"ngram": NgramDrafter(), "suffix": SuffixDrafter()}, "suffix", NUM_DRAFTS, None)
     with EngineBench(speculator=drafter) as bench:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tandem.v1 import handoff_pb2
 
 from cluster.identity import BlockRef, RequestId
 from cluster.sampling_params import SamplingParams
@@ -377,6 +378,17 @@ def test_tokens_are_the_models_own(way: Way, grammars: GrammarCompiler, alone: l
     if way.memory != "enough" and way.at_once == 8 and way.prompt == "here":
         assert counters["preemptions"] > 0
         assert (counters.get("preemptions_swapped", 0) > 0) == (way.memory == "swap")
+
+
+def test_s32_nothing_of_a_drafter_travels_with_a_prompt(grammars: GrammarCompiler, alone: list[Said]) -> None:
+    """EAGLE learns a request by the rows that are decoded here: a handoff has no hidden states that could be wrong."""
+    messages = handoff_pb2.DESCRIPTOR.message_types_by_name.values()
+    names = [field.name for message in messages for field in message.fields]
+    assert names
+    assert not [name for name in names if any(word in name for word in ("hidden", "tap", "draft", "state_vector"))]
+    said, counters = run(Way("eagle", 8, 16, "landed", "enough", "cold"), grammars)
+    assert equal(said, alone)
+    assert counters["speculation_drafts_proposed"] > 100
 
 
 # --- mutants --------------------------------------------------------------------------------------------------------

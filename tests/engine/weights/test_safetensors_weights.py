@@ -89,6 +89,31 @@ def test_unsupported_configs_say_what_is_unsupported(
         open_weights(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("case", "quantization"),
+    [
+        ("q1 GPTQ, whose file may lie about its zero points", {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}),
+        ("q2 GPTQ, whose zero points may wrap", {"quant_method": "gptq", "bits": 4, "sym": False}),
+        ("q3 GPTQ, symmetric with zero points all the same", {"quant_method": "gptq", "bits": 4, "sym": True}),
+        ("q4 packed zero points", {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+        ("q6 scales of KV as numbers", {"quant_method": "fp8", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}),
+        ("q7 scales of values alone", {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}),
+        ("q8 scales that are all 1", {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}),
+    ],
+    ids=lambda value: value.split()[0] if isinstance(value, str) else "",
+)
+def test_q1_q2_q3_q4_q6_q7_q8_quantised_checkpoints_are_refused_before_a_weight_is_read(
+    case: str, quantization: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights are quantised here, from floats or from GGUF's blocks; FP8 KV brings its own scales. So whatever a
+    checkpoint says of zero points or of scales is never guessed at: the worker does not start, and says why."""
+    save_safetensors(random_model("llama"), tmp_path)
+    _edit(tmp_path, quantization_config=quantization)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")  # it does not come to that
+    with pytest.raises(StartupError, match="quantization_config"):
+        open_weights(tmp_path)
+
+
 def test_broken_directories_are_refused_in_one_line(tmp_path: Path) -> None:
     def broken(name: str) -> Path:
         return save_safetensors(random_model("llama"), tmp_path / name)
