@@ -18,14 +18,12 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Chunks
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.errors import ContextLengthExceeded, InvalidRequest, TandemError
+from cluster.errors import TandemError
 from cluster.identity import RequestId
-from cluster.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
-from engine.drafting import Accepted, Speculator, verify_match
+from engine.drafting import Speculator
 from engine.executor import StepExecutor, StepResults
 from engine.inbox import Inbox, InboxItems
 from engine.kv_progress import KvProgress
@@ -35,13 +33,15 @@ from engine.request import (
     EngineRequest,
     FinishReason,
     OutputSink,
-    PositionLogprobs,
     SequenceOutput,
 )
-from engine.scheduler import ScheduledChunk, Scheduler, StepPlan
+from engine.request_check import check_request
+from engine.result_taker import ResultTaker, Taken, decide_stop
+from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, SequenceState
 from engine.step_budget import StepBudget
-from engine.stop_rules import StopDecision, apply_stop_rules
+from engine.step_figures import StepFigures
+from engine.stop_rules import StopDecision
 from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy
 
@@ -51,19 +51,7 @@ if TYPE_CHECKING:  # the mock engine runs without it
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
-AVERAGE_WEIGHT = 0.1  # of the newest step in the moving averages
 STOPPED = "it was stopped"
-SPECULATION_OFF = ("", "auto", "off")
-
-
-@dataclass(frozen=True, slots=True)
-class _StepFigures:
-    """The engine thread's last step, for `load`."""
-
-    context_tokens: int = 0
-    batch_size: int = 0
-    step_s: float = 0.0  # moving average
-    tokens_per_s: float = 0.0  # moving average
 
 
 class Engine:
@@ -92,6 +80,7 @@ class Engine:
         self._swap = swap
         self._step_budget = step_budget
         self._scheduler = Scheduler(pool, limits, policy, speculator, swap, step_budget)
+        self._taker = ResultTaker(executor, pool, speculator)
         self._inbox = Inbox(limits.max_waiting)
         self._sink: OutputSink = _drop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -99,7 +88,7 @@ class Engine:
         self._deadlines: list[tuple[float, int, Sequence]] = []
         self._is_blocked = False  # nothing can run until something changes outside
         self._num_failed_steps = 0
-        self._figures = _StepFigures()
+        self._figures = StepFigures()  # the engine thread's last step, for `load`
         pool.add_freed_listener(self._blocks_freed)
 
     # --- any thread -------------------------------------------------------------------------------------------------
@@ -109,7 +98,14 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: EngineRequest) -> None:
-        self._check(request)
+        num_kv_tokens = check_request(
+            request,
+            self._executor.vocab_size,
+            self._limits,
+            has_grammars=self._grammars is not None,
+            speculator=self._speculator,
+        )
+        self._scheduler.check_fits(num_kv_tokens)
         grammar = self._grammars.compile(request.sampling) if self._grammars is not None else None
         self._inbox.put(
             lambda arrival_index: Sequence(
@@ -169,41 +165,6 @@ class Engine:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.error("engine thread did not stop", extra={"timeout_s": timeout_s})
-
-    def _check(self, request: EngineRequest) -> None:
-        """Raises what `ServingEngine.submit` lists: no path into the engine skips the limits."""
-        params, token_ids = request.sampling.checked(self._executor.vocab_size), request.token_ids
-        num_tokens = len(token_ids)
-        if num_tokens == 0:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if int(token_ids.min()) < 0 or int(token_ids.max()) >= self._executor.vocab_size:
-            raise InvalidRequest(
-                f"the prompt has a token id outside [0, {self._executor.vocab_size})",
-                param="prompt",
-                code="invalid_token_id",
-            )
-        if not 0 <= request.num_generated < min(num_tokens, params.max_tokens):
-            raise InvalidRequest(
-                f"num_generated is {request.num_generated}: must leave a prompt and stay below max_tokens",
-                param="num_generated",
-            )
-        if params.guide is not None and self._grammars is None:
-            raise InvalidRequest("this engine has no constrained decoding", param="response_format")
-        if not request.hold_blocks:  # drafts are the decode side's
-            self._check_speculation(params)
-        if num_tokens >= self._limits.max_model_len:
-            raise ContextLengthExceeded(
-                f"the prompt has {num_tokens} tokens and the context {self._limits.max_model_len}: no room for a token",
-                param="prompt",
-            )
-        max_tokens = 1 if request.hold_blocks else params.max_tokens - request.num_generated
-        self._scheduler.check_fits(min(num_tokens + max_tokens, self._limits.max_model_len) - 1)
-
-    def _check_speculation(self, params: SamplingParams) -> None:
-        if self._speculator is not None:
-            self._speculator.check(params)
-        elif params.speculation not in SPECULATION_OFF:
-            raise InvalidRequest(f"this engine has no drafter {params.speculation!r}", param="speculation")
 
     def _blocks_freed(self) -> None:
         if threading.current_thread() is not self._thread:  # what the engine itself frees, it knows
@@ -278,7 +239,7 @@ class Engine:
             sequence.blocks = []
             self._end(sequence, FinishReason.ERROR, error=f"{error.error_code}: {error.message}")
             return False
-        decision = self._stop_rules(sequence, [sequence.last_token_id], sequence.num_generated - 1)
+        decision = decide_stop(sequence, [sequence.last_token_id], sequence.num_generated - 1)
         if decision.finish_reason is None:
             return True
         self._end(sequence, decision.finish_reason, stop_token_id=decision.stop_token_id)
@@ -337,82 +298,19 @@ class Engine:
         return results, progress
 
     def _finish(self, plan: StepPlan, results: StepResults, progress: KvProgress) -> int:
-        """Books what the step computed, appends the tokens, ends who is done. Gives how many tokens were generated."""
+        """Tells what the step gave, ends who is done. Gives how many tokens were generated."""
         num_generated = 0
-        sample = 0
-        for index, chunk in enumerate(plan.chunks):
-            sequence = chunk.sequence
-            is_sampled, sample_index = chunk.is_sampled, sample
-            if is_sampled:
-                sample += 1 + chunk.num_drafts
-            if is_sampled and sample_index in results.failed:
-                self._end(sequence, FinishReason.ERROR, error=results.failed[sample_index])
+        for taken in self._taker.take(plan.chunks, results, progress.failed):
+            if taken.decision is None:
+                self._end(taken.sequence, FinishReason.ERROR, error=taken.error)
                 continue
-            if sequence in progress.failed:
-                self._end(sequence, FinishReason.ERROR, error="the listener of its KV failed")
-                continue
-            if index in results.prompt_logprobs:
-                sequence.prompt_logprobs.extend(results.prompt_logprobs[index])
-            if is_sampled:
-                num_generated += self._take_tokens(chunk, results, sample_index)
-            else:
-                self._book_computed(sequence, sequence.num_computed + chunk.num_tokens)
+            num_generated += len(taken.token_ids)
+            self._give(taken, taken.decision)
         return num_generated
 
-    def _book_computed(self, sequence: Sequence, num_computed: int) -> None:
-        sequence.num_computed = num_computed
-        if num_computed // self._pool.block_tokens > sequence.chain.num_blocks:
-            self._pool.publish(sequence.chain, sequence.token_ids, sequence.blocks, num_computed)
-
-    def _take_tokens(self, chunk: ScheduledChunk, results: StepResults, first_row: int) -> int:
-        """Appends what the chunk's rows say as far as its drafts hold and no rule ends it. Gives how many tokens."""
-        sequence = chunk.sequence
-        accepted = Accepted((results.token_ids[first_row],), (0,))
-        if chunk.num_drafts:
-            accepted = self._verify(sequence, results, first_row)
-        decision = self._stop_rules(sequence, accepted.token_ids, sequence.num_generated)
-        token_ids, rows = accepted.token_ids[: decision.num_kept], accepted.rows[: decision.num_kept]
-        if rows != tuple(range(len(rows))):
-            self._move_kv(sequence, rows)
-        if self._speculator is not None and results.taps is not None and decision.finish_reason is None:
-            taps = results.taps[[first_row + row for row in rows]]
-            self._speculator.sampled(sequence.request, sequence.num_tokens, token_ids, taps)
-        for token_id in token_ids:
-            sequence.append(token_id)
-        self._book_computed(sequence, sequence.num_tokens - 1)  # KV behind that is of rejected drafts
-        logprobs: tuple[PositionLogprobs, ...] = ()
-        if first_row in results.logprobs:
-            logprobs = tuple(results.logprobs[first_row + row] for row in rows)
-        self._give(sequence, token_ids, logprobs, decision)
-        return len(token_ids)
-
-    def _verify(self, sequence: Sequence, results: StepResults, first_row: int) -> Accepted:
-        draft = sequence.draft
-        failed_rows = {row - first_row for row in results.failed}
-        accepted = verify_match(draft, results.token_ids[first_row : first_row + 1 + len(draft)], failed_rows)
-        if self._speculator is not None:
-            self._speculator.verified(sequence.request.request_id, draft, accepted.num_accepted)
-        return accepted
-
-    def _move_kv(self, sequence: Sequence, rows: Chunks[int]) -> None:
-        """The accepted branch of a tree stands between others: its KV moves to where that of a chain is."""
-        first = sequence.num_tokens - 1  # where row 0 is
-        block_tokens = self._pool.block_tokens
-
-        def slot(index: int) -> int:
-            return sequence.blocks[index // block_tokens].block * block_tokens + index % block_tokens
-
-        moves = [(slot(first + row), slot(first + place)) for place, row in enumerate(rows) if row != place]
-        self._executor.move_tokens([source for source, _ in moves], [destination for _, destination in moves])
-
-    def _give(
-        self,
-        sequence: Sequence,
-        token_ids: tuple[int, ...],
-        logprobs: tuple[PositionLogprobs, ...],
-        decision: StopDecision,
-    ) -> None:
+    def _give(self, taken: Taken, decision: StopDecision) -> None:
         """The step's output of one sequence; ends it when the decision says so."""
+        sequence, token_ids, logprobs = taken.sequence, taken.token_ids, taken.logprobs
         if sequence.has_output and decision.finish_reason is None:
             self._outputs.append(SequenceOutput(sequence.request.request_id, token_ids, logprobs))
             return
@@ -438,10 +336,6 @@ class Engine:
             self._executor.forget(sequence)
         else:
             self._forget(sequence)
-
-    def _stop_rules(self, sequence: Sequence, new_tokens: Chunks[int], num_generated: int) -> StopDecision:
-        max_generated = sequence.max_length - sequence.num_prompt_tokens
-        return apply_stop_rules(new_tokens, sequence.request.sampling, num_generated, max_generated)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -497,14 +391,8 @@ class Engine:
             num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
             num_prefill_tokens = sum(chunk.num_tokens for chunk in plan.chunks) - num_decodes
             self._step_budget.saw_step(num_decodes, num_prefill_tokens, step_s * 1000)
-        last, rate = self._figures, num_generated / max(step_s, 1e-9)
-        weight = AVERAGE_WEIGHT if last.step_s else 1.0
-        self._figures = _StepFigures(
-            context_tokens=sum(sequence.num_computed for sequence in self._scheduler.running),
-            batch_size=len(plan.chunks),
-            step_s=last.step_s + weight * (step_s - last.step_s),
-            tokens_per_s=last.tokens_per_s + weight * (rate - last.tokens_per_s),
-        )
+        context_tokens = sum(sequence.num_computed for sequence in self._scheduler.running)
+        self._figures = self._figures.after_step(context_tokens, len(plan.chunks), num_generated, step_s)
 
 
 def is_compiled(sequence: Sequence) -> bool:

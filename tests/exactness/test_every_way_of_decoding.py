@@ -41,6 +41,7 @@ from engine.grammar_compiler import GrammarCompiler
 from engine.model_executor import ModelExecutor
 from engine.native_runner import NativeRunner
 from engine.request import EngineLimits, EngineRequest, FinishReason, LandedPrompt, PositionLogprobs, SequenceOutput
+from engine.result_taker import ResultTaker
 from engine.sampler import SampleRow
 from engine.stop_rules import StopDecision, apply_stop_rules
 from engine.swap_space import SwapCosts, SwapSpace
@@ -398,7 +399,7 @@ def test_s32_nothing_of_a_drafter_travels_with_a_prompt(grammars: GrammarCompile
 _VERIFY = verify_match
 _FORBIDDEN = GrammarState.forbidden
 _SAMPLE_ROW = ModelExecutor._sample_row
-_BOOK_COMPUTED = Engine._book_computed
+_BOOK_COMPUTED = ResultTaker._book_computed
 
 
 def _accepts_whatever_is_guessed(draft: Draft, target_ids: Sequence[int], failed_rows: Any = ()) -> Accepted:
@@ -459,18 +460,20 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = {
-    "accepts whatever is guessed": Mutant("engine.engine.verify_match", _accepts_whatever_is_guessed, "junk"),
-    "accepts one guess more": Mutant("engine.engine.verify_match", _accepts_one_more, "junk"),
-    "says the next row's token": Mutant("engine.engine.verify_match", _says_the_next_rows_token, "ngram"),
-    "stops at the end of a run alone": Mutant("engine.engine.apply_stop_rules", _stops_at_the_runs_end_alone),
+    "accepts whatever is guessed": Mutant("engine.result_taker.verify_match", _accepts_whatever_is_guessed, "junk"),
+    "accepts one guess more": Mutant("engine.result_taker.verify_match", _accepts_one_more, "junk"),
+    "says the next row's token": Mutant("engine.result_taker.verify_match", _says_the_next_rows_token, "ngram"),
+    "stops at the end of a run alone": Mutant("engine.result_taker.apply_stop_rules", _stops_at_the_runs_end_alone),
     "the grammar does not see guesses": Mutant(
         "engine.grammar.GrammarState.forbidden", _forbids_nothing_behind_guesses
     ),
     "noise of the wrong position": Mutant(
         "engine.model_executor.ModelExecutor._sample_row", _keys_every_row_by_the_last_known_position
     ),
-    "rolls back one too few": Mutant("engine.engine.Engine._book_computed", _rolls_back_one_too_few, "junk"),
-    "the KV of a branch stays where it was": Mutant("engine.engine.Engine._move_kv", lambda *_: None, "bushy"),
+    "rolls back one too few": Mutant("engine.result_taker.ResultTaker._book_computed", _rolls_back_one_too_few, "junk"),
+    "the KV of a branch stays where it was": Mutant(
+        "engine.result_taker.ResultTaker._move_kv", lambda *_: None, "bushy"
+    ),
     "siblings see each other": Mutant("engine.draft.Draft.tree_masks", lambda self: (0,) * (1 + len(self)), "bushy"),
     "rejected guesses count for penalties": Mutant("engine.penalties.TokenCounts.ahead", lambda self: self, "junk"),
 }
