@@ -57,8 +57,7 @@ class ProcessHost:
 
         Raises `StartupError` when the model is not on this node, or its directory cannot be made.
         """
-        file = resolve_model(model)
-        check_model(file)
+        file = await asyncio.to_thread(_checked_model, model)
         self._directory = await asyncio.to_thread(RuntimeDirectory.create, default_base())
         target = free_target(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         filled = command_on_node(command, target, self._directory.path, file)
@@ -110,6 +109,13 @@ class ProcessHost:
         if self._process is None:
             raise RuntimeError("nothing was started here")
         return self._process
+
+
+def _checked_model(model: str) -> Path:
+    """Reads the whole of a known file: not on the event loop."""
+    file = resolve_model(model)
+    check_model(file)
+    return file
 
 
 async def _never_asked() -> bool:

@@ -134,7 +134,7 @@ def test_nodes_with_addresses_of_their_own_serve_under_tls_and_the_controller_ma
         assert _asked_nodes(ray_cluster) == [{"slot": 1.0}, {"slot": 1.0}]
         _controller_process(ray_cluster).kill()
         _until(lambda: _answers(grpc_address), "the cluster is up anew, at the same address")
-        assert sorted(_states(ray_cluster, url)) == ["ready", "ready"]
+        _until(lambda: _states(ray_cluster, url) == ["ready", "ready"], "and its workers are the new ones")
         _no_secret_lies_in_ray(ray_cluster, [secrets / "cluster.token", secrets / "redis.password"])
     finally:
         processes = _of_the_cluster(ray_cluster.folder / "run")
