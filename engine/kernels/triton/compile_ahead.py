@@ -2,6 +2,8 @@
 
     python -m engine.kernels.triton.compile_ahead --arch 90 --arch 80
 
+    python -m engine.kernels.triton.compile_ahead --markdown docs/kernels.md
+
 One JSON line a kernel: registers, spilled bytes, shared memory. Exit status 1 when a decode kernel spills.
 """
 
@@ -14,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -242,6 +244,38 @@ def compile_kernel(spec: KernelSpec, arch: int) -> CompiledKernel:
     )
 
 
+def describe_constants(constants: dict[str, Any]) -> str:
+    """As the table has them."""
+    return ", ".join(f"{name} {value}" for name, value in constants.items() if name != "WIDEN")
+
+
+def markdown(kernels: Sequence[CompiledKernel]) -> str:
+    """A table with a row for each kernel and set of constants, and three columns for each GPU."""
+    arches = sorted({kernel.arch for kernel in kernels})
+    rows: dict[tuple[str, str], dict[int, CompiledKernel]] = {}
+    for kernel in kernels:
+        rows.setdefault((kernel.name, describe_constants(kernel.constants)), {})[kernel.arch] = kernel
+    lines = [
+        "# What the compiler says of the Triton kernels",
+        "",
+        "Registers a thread, spilled bytes and bytes of shared memory, in bf16, compiled for GPUs that were not there.",
+        "Made by `python -m engine.kernels.triton.compile_ahead --markdown docs/kernels.md`. CI compiles all of it",
+        "and fails when a kernel of decode steps spills.",
+        "",
+        "| kernel | constants | in decode steps |"
+        + "".join(f" sm_{arch}: registers | spilled | shared |" for arch in arches),
+        "|---|---|---|" + "---|---|---|" * len(arches),
+    ]
+    for (name, constants), found in rows.items():
+        is_decode = next(iter(found.values())).is_decode
+        cells = [
+            f" {one.registers} | {one.spilled_bytes} | {one.shared_bytes} |" if (one := found.get(arch)) else " | | |"
+            for arch in arches
+        ]
+        lines.append(f"| {name} | {constants} | {'yes' if is_decode else ''} |" + "".join(cells))
+    return "\n".join(lines) + "\n"
+
+
 def _argument_type(spec: KernelSpec, name: str) -> str:
     if name in spec.config.constants:
         return "constexpr"
@@ -277,15 +311,21 @@ def _resources(ptx: str, arch: int) -> tuple[int, int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", type=int, action="append", help="compute capability, such as 90 (default: 90 and 80)")
+    parser.add_argument("--markdown", type=Path, help="a file for the table, instead of lines of JSON")
     arguments = parser.parse_args()
     spilling = 0
+    kernels: list[CompiledKernel] = []
     for arch in arguments.arch or [90, 80]:
         for spec in kernel_specs():
             if arch < spec.min_arch:
                 continue
             compiled = compile_kernel(spec, arch)
-            sys.stdout.write(json.dumps(asdict(compiled)) + "\n")
+            if arguments.markdown is None:
+                sys.stdout.write(json.dumps(asdict(compiled)) + "\n")
+            kernels.append(compiled)
             spilling += compiled.is_decode and compiled.spilled_bytes > 0
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(kernels), encoding="utf-8")
     return 1 if spilling else 0
 
 
