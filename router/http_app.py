@@ -14,7 +14,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import Route
@@ -32,6 +31,7 @@ from router.http_guard import Forbidden, HttpGuard
 from router.http_tokens import TokenEndpoint, TokenService
 from router.openapi_document import openapi_document
 from router.request_parser import RequestParser
+from router.shared_metrics import SharedMetrics
 from router.tenants import ApiKeys
 
 _NOT_OFFERED = (
@@ -45,7 +45,7 @@ def build_http_app(
     service: GenerationService,
     parser: RequestParser,
     status: ClusterStatus,
-    registry: CollectorRegistry,
+    shared_metrics: SharedMetrics,
     decisions: DecisionLog,
     *,
     is_ready: Callable[[], bool],
@@ -54,7 +54,7 @@ def build_http_app(
 ) -> AsgiApp:
     """The ASGI application of the router."""
     tokens = TokenService(service.encoder, service.limits)
-    probes = _Probes(service, status, registry, decisions, is_ready)
+    probes = _Probes(service, status, shared_metrics, decisions, is_ready)
     generation = {
         "/v1/chat/completions": GenerationEndpoint(service, parser.parse_chat, max_body_bytes),
         "/v1/completions": GenerationEndpoint(service, parser.parse_completion, max_body_bytes),
@@ -101,13 +101,13 @@ class _Probes:
         self,
         service: GenerationService,
         status: ClusterStatus,
-        registry: CollectorRegistry,
+        shared_metrics: SharedMetrics,
         decisions: DecisionLog,
         is_ready: Callable[[], bool],
     ) -> None:
         self._service = service
         self._status = status
-        self._registry = registry
+        self._shared_metrics = shared_metrics
         self._decisions = decisions
         self._is_ready = is_ready
         self._created = int(time.time())
@@ -129,7 +129,7 @@ class _Probes:
         return JSONResponse(body, 200 if is_ready else 503)
 
     async def metrics(self, _: Request) -> Response:
-        return Response(telemetry.exposition(self._registry), media_type=telemetry.CONTENT_TYPE)
+        return Response(await self._shared_metrics.exposition(), media_type=telemetry.CONTENT_TYPE)
 
     async def statusz(self, request: Request) -> Response:
         _require_operator(request)

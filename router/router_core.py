@@ -32,6 +32,7 @@ from router.prefix_index import PrefixIndex
 from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
 from router.request_parser import RequestParser
+from router.shared_metrics import SharedMetrics
 from router.tenant_limits import TenantLimit, TenantLimiter
 from router.tenants import ApiKeys
 from router.timing_model import TimingModel, TimingPrior
@@ -55,6 +56,7 @@ class RouterCore:
     http_app: AsgiApp
     grpc_servicer: InferenceService
     metrics_registry: CollectorRegistry
+    shared_metrics: SharedMetrics
     series: RouterMetrics
     hello: worker_pb2.RouterHello
     dispatcher: Dispatcher
@@ -95,6 +97,7 @@ def build_core(
     metrics_registry = new_registry()
     series = RouterMetrics(metrics_registry)
     metrics = RequestMetrics(series, limits.model_name)
+    shared_metrics = SharedMetrics(metrics_registry, settings.runtime_dir, settings.router_id)
     hello = worker_pb2.RouterHello(
         router_id=settings.router_id, incarnation=new_incarnation(), protocol_version=PROTOCOL_VERSION
     )
@@ -151,7 +154,7 @@ def build_core(
         service,
         parser,
         ClusterStatus(registry, service, security, cache_view),
-        metrics_registry,
+        shared_metrics,
         decisions,
         is_ready=lambda: registry.is_ready,
         keys=keys,
@@ -166,6 +169,7 @@ def build_core(
         http_app=http_app,
         grpc_servicer=InferenceService(service, parser, keys),
         metrics_registry=metrics_registry,
+        shared_metrics=shared_metrics,
         series=series,
         hello=hello,
         dispatcher=dispatcher,
