@@ -15,7 +15,6 @@ from engine.native_runner import NativeRunner
 from tests.engine.native_model import (
     MODELS,
     SMALL_LLAMA,
-    SMALL_WINDOW,
     Batch,
     RandomWeights,
     built_isas,
@@ -67,9 +66,10 @@ def test_any_block_size_gives_the_same_logits(isa: str, block_tokens: int) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [SMALL_LLAMA, SMALL_WINDOW], ids=["full", "window"])
-def test_a_row_does_not_depend_on_batch_or_chunks(isa: str, dtype: str, config: ModelConfig) -> None:
+@pytest.mark.parametrize("name", ["llama", "window", "qwen3-norm", "wide-heads"])
+def test_a_row_does_not_depend_on_batch_or_chunks(isa: str, dtype: str, name: str) -> None:
     """Bit for bit: the same tokens in one chunk, in ragged chunks, and one by one beside other sequences."""
+    config = MODELS[name]
     weights = RandomWeights(config)
     prompt = tokens(100)
 

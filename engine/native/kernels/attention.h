@@ -15,6 +15,9 @@
 #include "kernels/attention_layout.h"
 #include "kernels/dense_linear.h"
 #include "kernels/elementwise.h"
+#if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
+#include "kernels/few_rows_attention.h"
+#endif
 #ifdef TANDEM_TILES
 #include "kernels/tile_products.h"
 #endif
@@ -123,11 +126,9 @@ inline void hide_branches(float* scores, int num_keys, int root, uint32_t mask) 
         if (!(mask >> j & 1u)) scores[root + j] = kNegativeInfinity;
 }
 
+// Scores of a block of rows become weights, masked for each row.
 template <class Products>
-inline void attend_block(const AttentionTask& task, const Scratch<Products>& s, const BlockTile& tile) {
-    const int head_dim = task.kv.head_dim;
-    const size_t first = (size_t)tile.first_row * head_dim;
-    Products::scores(s.q + first / Products::kInputs, tile.num_rows, s.keys, head_dim, tile.num_keys, s.scores);
+inline void softmax_block(const AttentionTask& task, const Scratch<Products>& s, const BlockTile& tile) {
     for (int m = 0; m < tile.num_rows; ++m) {
         const int query = (tile.first_row + m) / task.group, key = task.first_position + query;
         const int end = key + 1 - tile.first_key;
@@ -143,6 +144,14 @@ inline void attend_block(const AttentionTask& task, const Scratch<Products>& s, 
         softmax_row(task, s, tile.first_row + m, s.scores + m * kTileKeys, tile.num_keys, low, high,
                     s.p + m * (kTileKeys / Products::kInputs));
     }
+}
+
+template <class Products>
+inline void attend_block(const AttentionTask& task, const Scratch<Products>& s, const BlockTile& tile) {
+    const int head_dim = task.kv.head_dim;
+    const size_t first = (size_t)tile.first_row * head_dim;
+    Products::scores(s.q + first / Products::kInputs, tile.num_rows, s.keys, head_dim, tile.num_keys, s.scores);
+    softmax_block(task, s, tile);
     Products::weigh(s.p, tile.num_rows, s.values, head_dim, tile.num_keys, s.out + first);
 }
 
@@ -186,6 +195,40 @@ inline void attend_tile(const AttentionTask& task, const Scratch<Products>& s, i
     }
 }
 
+// Tasks of up to kMostRows rows that need no arranged tiles: none, unless the instruction set has a way.
+template <class Products>
+struct FewRowsPath {
+    static constexpr int kMostRows = 0;
+    static void attend_tile(const AttentionTask&, const Scratch<Products>&, int, int, int, int) {}
+    static void finish(const Scratch<Products>&, size_t) {}
+};
+
+#if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
+template <>
+struct FewRowsPath<RegisterProducts<DotBf16>> {
+    using TaskScratch = Scratch<RegisterProducts<DotBf16>>;
+    static constexpr int kMostRows = kFewRows;
+
+    // All rows of all KV heads against one tile. The scratch of arranged keys holds the scores instead.
+    static void attend_tile(const AttentionTask& task, const TaskScratch& s, int key, int end_key, int num_keys, int rows) {
+        if (task.window && key + kTileKeys <= least_position(task, 0) - task.window + 1) return;
+        const int head_dim = task.kv.head_dim;
+        float* scores = (float*)s.keys;
+        const uint8_t *keys[kTileKeys], *values[kTileKeys];
+        score_tile(task, s.q, rows, key, end_key, num_keys, keys, scores);
+        for (int head = 0; head < task.num_kv_heads; ++head) {
+            TaskScratch of_head = s.head(head, rows, head_dim);
+            of_head.scores = scores + (size_t)head * rows * kTileKeys;
+            softmax_block(task, of_head, {0, rows, key, num_keys});
+            const size_t distance = (task.kv.value_offset + head * task.kv.head_stride) * 2;
+            for (int i = 0; i < num_keys; ++i) values[i] = keys[i] ? keys[i] + distance : kZeroRow;
+            kFewRowsWeighted.entry[rows](s.p, values, head_dim, num_keys, of_head.out);
+        }
+    }
+    static void finish(const TaskScratch& s, size_t size) { restore_dims(s.out, size); }
+};
+#endif
+
 template <class Products>
 inline void attend(const AttentionTask& task, const AttentionTask* next, void* scratch) {
     const int head_dim = task.kv.head_dim, rows = task.num_queries * task.group;
@@ -198,10 +241,16 @@ inline void attend(const AttentionTask& task, const AttentionTask* next, void* s
     for (int key = first_tile(task); key < end_key; key += kTileKeys) {
         const int count = end_key - key < kTileKeys ? end_key - key : kTileKeys;
         const int num_keys = (count + 31) / 32 * 32;
+        if (rows <= FewRowsPath<Products>::kMostRows) {
+            FewRowsPath<Products>::attend_tile(task, s, key, end_key, num_keys, rows);
+            continue;
+        }
         arrange_tile(task, s, key, end_key, num_keys);
         for (int head = 0; head < task.num_kv_heads; ++head)
             attend_tile(task, s.head(head, rows, head_dim), key, num_keys, rows);
     }
+    if (rows <= FewRowsPath<Products>::kMostRows)
+        FewRowsPath<Products>::finish(s, (size_t)task.num_kv_heads * rows * head_dim);
     if (next)
         for (int panel = 0; panel < kPrefetchPanels; ++panel) prefetch_panel(*next, panel);
     for (int head = 0; head < task.num_kv_heads; ++head)

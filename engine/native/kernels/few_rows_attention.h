@@ -1,0 +1,106 @@
+// Attention of few rows (decode steps, short drafts) over bfloat16 KV on AVX512-BF16, without arranged copies of the tile.
+//
+// With few rows for each KV head, bringing a tile of 128 keys into panels costs more than the products. Here 16 keys at a
+// time are turned in the first cache and multiplied at once; values are interleaved in registers. Per tile:
+//
+//   for each panel of 16 keys, for each KV head:  scores = Q K^T
+//   for each KV head:                             P = 2^(scores - maximum), O = O * correction + P V
+//
+// Each sum is the same chain of additions as with arranged tiles (kernels/attention.h): a row's result does not depend on
+// which of the two computes it. O is kept in the order in which values interleave until the end.
+#pragma once
+#include "kernels/attention_layout.h"
+#include "kernels/tile.h"
+
+namespace {
+
+constexpr int kFewRows = 8;  // accumulators, a pair of values and what they become fit the registers
+
+// scores[MR][kTileKeys]: of 16 keys. q: [step][MR].
+struct FewRowsScores {
+    using Function = void (*)(const uint32_t*, const uint8_t* const*, int, float*);
+    template <int MR>
+    static void run(const uint32_t* q, const uint8_t* const* keys, int steps, float* scores) {
+        alignas(64) uint32_t turned[16][16];
+        F acc[MR];
+        for (int m = 0; m < MR; ++m) acc[m] = vzero();
+        for (int first = 0; first < steps; first += 16) {
+            transpose_16x16(keys, first, turned[0]);
+#pragma GCC unroll 16
+            for (int step = 0; step < 16; ++step) {
+                const I key = iload(turned[step]);
+                for (int m = 0; m < MR; ++m) acc[m] = DotBf16::accumulate(acc[m], key, q[(first + step) * MR + m]);
+            }
+        }
+        for (int m = 0; m < MR; ++m) vstore(scores + m * kTileKeys, acc[m]);
+    }
+    template <int MR>
+    static constexpr Function function() {
+        return &run<MR>;
+    }
+};
+
+// out[MR][head_dim] += p V, 32 dims at a time. p: [MR][kTileKeys / 2] pairs of keys.
+struct FewRowsWeighted {
+    using Function = void (*)(const uint32_t*, const uint8_t* const*, int, int, float*);
+    template <int MR>
+    static void run(const uint32_t* p, const uint8_t* const* values, int head_dim, int num_keys, float* out) {
+        for (int dim = 0; dim < head_dim; dim += 32, out += 32) {
+            F acc[MR][2];
+            for (int m = 0; m < MR; ++m)
+                for (int half = 0; half < 2; ++half) acc[m][half] = vload(out + m * head_dim + 16 * half);
+            for (int pair = 0; pair < num_keys / 2; ++pair) {
+                const I even = iload(values[2 * pair] + 2 * dim), odd = iload(values[2 * pair + 1] + 2 * dim);
+                const I low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+                for (int m = 0; m < MR; ++m) {
+                    const uint32_t weight = p[m * (kTileKeys / 2) + pair];
+                    acc[m][0] = DotBf16::accumulate(acc[m][0], low, weight);
+                    acc[m][1] = DotBf16::accumulate(acc[m][1], high, weight);
+                }
+            }
+            for (int m = 0; m < MR; ++m)
+                for (int half = 0; half < 2; ++half) vstore(out + m * head_dim + 16 * half, acc[m][half]);
+        }
+    }
+    template <int MR>
+    static constexpr Function function() {
+        return &run<MR>;
+    }
+};
+
+constexpr auto kFewRowsScores = by_rows<FewRowsScores>(std::make_index_sequence<kFewRows>());
+constexpr auto kFewRowsWeighted = by_rows<FewRowsWeighted>(std::make_index_sequence<kFewRows>());
+
+// Brings rows of O from the order of interleaved values into that of their dims: 4 dims of `low`, 4 of `high`, in turns.
+inline void restore_dims(float* out, size_t size) {
+    const I first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const I second = iadd(first, iset1(8));
+    for (size_t i = 0; i < size; i += 32) {
+        const F low = vload(out + i), high = vload(out + i + 16);
+        vstore(out + i, _mm512_permutex2var_ps(low, first, high));
+        vstore(out + i + 16, _mm512_permutex2var_ps(low, second, high));
+    }
+}
+
+// scores[kv head][rows][kTileKeys] of the tile's keys; where these are, first KV head of the task, goes to `keys`, null
+// after the last valid one. Keys and values of later panels are fetched on the way.
+inline void score_tile(const AttentionTask& task, const uint32_t* q, int rows, int first_key, int end_key, int num_keys,
+                       const uint8_t** keys, float* scores) {
+    const size_t head_bytes = task.kv.head_stride * 2, value_bytes = task.kv.value_offset * 2;
+    const int head_dim = task.kv.head_dim;
+    const uint8_t* of_head[kPanelOutputs];
+    for (int key = 0; key < num_keys; key += kPanelOutputs) {
+        const int at = first_key + key, ahead = at + kPrefetchPanels * kPanelOutputs;
+        const PanelRows panel(task, 2, at, end_key - at), next(task, 2, ahead, end_key - ahead);
+        __builtin_memcpy(keys + key, panel.key, sizeof panel.key);
+        for (int head = 0; head < task.num_kv_heads; ++head) {
+            panel.at(head * head_bytes, of_head);
+            next.prefetch(head * head_bytes, (size_t)head_dim * 2);
+            next.prefetch(value_bytes + head * head_bytes, (size_t)head_dim * 2);
+            kFewRowsScores.entry[rows](q + (size_t)head * rows * head_dim / 2, of_head, head_dim / 2,
+                                       scores + (size_t)head * rows * kTileKeys + key);
+        }
+    }
+}
+
+}  // namespace
