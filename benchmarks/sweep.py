@@ -196,7 +196,7 @@ class Sweep:
         """The given rates or the shares of the prediction, then the search: the coupled capacity. Between two looks at
         how fast the machine is, for the prediction is of the machine that the grids saw."""
         await self.measure_drift(target, BEFORE_COUPLED_TURN)
-        shares = [share * predicted_per_s for share in self.settings.rate_shares]
+        shares = [_rounded(share * predicted_per_s) for share in self.settings.rate_shares]
         for rate_per_s in self.settings.rates_per_s or shares:
             await self._rate(COUPLED, target, self.settings.workload, rate_per_s, 0)
         capacity = await self._search(COUPLED, target, self.settings.workload, predicted_per_s)
@@ -208,12 +208,13 @@ class Sweep:
         return await self._search(CONTROL, target, self.settings.workload, predicted_per_s)
 
     async def _search(self, stage: str, target: Target, workload: Workload, predicted_per_s: float) -> float:
-        grid = [share * predicted_per_s for share in self.settings.search_shares]
+        grid = [_rounded(share * predicted_per_s) for share in self.settings.search_shares]
         planned_s = self._search_s
         # What the shares have shown already, in this run or in an earlier one.
         probes = [_probe(point) for point in self._store.points(stage, target.deployment)]
         while (step := next_probe(grid, probes, self.settings.resolution)).phase is not Phase.DONE:
-            probes.append(_probe(await self._rate(stage, target, workload, step.rate_per_s, step.repeat)))
+            point = await self._rate(stage, target, workload, _rounded(step.rate_per_s), step.repeat)
+            probes.append(_probe(point))
             planned_s -= self.settings.duration_s(step.rate_per_s)
         self._progress.plan(-planned_s)  # fewer runs than it could have taken, or longer ones
         return step.rate_per_s
@@ -319,6 +320,12 @@ def slow_down(point: Point) -> float:
 
 def _prompt_ms(point: Point) -> float:
     return point.measured["prefill_ms"]
+
+
+def _rounded(rate_per_s: float) -> float:
+    """As a point's key has it: a resumed sweep fits the same points in another order, and its prediction differs in the
+    last bits; a rate that was asked for and one that was stored must be the same rate."""
+    return float(f"{rate_per_s:.6g}")
 
 
 def _probe(point: Point) -> Probe:

@@ -70,7 +70,7 @@ def test_a_sweep_finds_the_pools_that_it_measures_and_goes_on_where_it_stopped(t
     # 256 tokens of 0.8 ms: at most 4.9 requests a second.
     busiest = 1 / (256 * PREFILL_TOKEN_S)
     assert measured_x_p < busiest
-    assert measured_x_p == pytest.approx(x_p, rel=0.15)
+    assert measured_x_p == pytest.approx(x_p, rel=0.2)  # of runs of 40 requests, to the search's 15 %
     assert capacity == pytest.approx(measured_x_p, rel=0.25)
     for stage in (PREFILL_TIME, DECODE_STEP, PREFILL_RATE, COUPLED):
         assert store.points(stage)
@@ -88,7 +88,11 @@ def test_a_sweep_finds_the_pools_that_it_measures_and_goes_on_where_it_stopped(t
     assert len(records) >= point.summary["num_offered"]
     again = _sender()
     resumed = run_virtually(_sweep(_store(tmp_path), again, Progress(lambda *_: None)))
-    assert resumed == (x_p, measured_x_p, capacity)
+    assert resumed == pytest.approx((x_p, measured_x_p, capacity))
+    # Fits of the same points in another order differ in the last bits: the rates are the stored ones all the same.
+    searching = Sweep(SETTINGS, _store(tmp_path), Progress(lambda *_: None))
+    target = Target(again, "1P1D", content_seed=5)
+    assert run_virtually(asyncio.wait_for(searching.search_prefill(target, x_p * (1 + 4e-16)), 1e6)) == measured_x_p
     assert again.num_sent == 0
 
 
