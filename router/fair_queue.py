@@ -70,10 +70,12 @@ class _Turn:
     deficit: float = 0.0
     by_deadline: list[tuple[float, int, Waiting]] = field(default_factory=list)
     num_waiting: int = 0
+    num_tokens: int = 0
 
     def enter(self, place: int, waiting: Waiting) -> None:
         heapq.heappush(self.by_deadline, (waiting.deadline_s, place, waiting))
         self.num_waiting += 1
+        self.num_tokens += waiting.num_tokens
         if len(self.by_deadline) > 2 * self.num_waiting + MAX_STALE:
             self.by_deadline = [entry for entry in self.by_deadline if entry[2].place == entry[1]]
             heapq.heapify(self.by_deadline)
@@ -156,9 +158,19 @@ class FairQueue:
                 return waiting
         return None
 
-    def tokens_before(self, tier: Tier) -> int:
-        """Tokens of all who would go before a newcomer of this tier."""
-        return sum(rank.num_tokens for ranked, rank in self._ranks.items() if ranked <= tier)
+    def tokens_before(self, newcomer: Waiting) -> float:
+        """Tokens of all who would go before it: higher tiers, its own tenant's, and of other tenants of its tier what
+        goes by turns meanwhile, or all that is there when that is less."""
+        higher = sum(rank.num_tokens for tier, rank in self._ranks.items() if tier < newcomer.tier)
+        turns = self._ranks[newcomer.tier].turns
+        own = turns[newcomer.tenant].num_tokens if newcomer.tenant in turns else 0
+        rounds = math.ceil((own + newcomer.cost_tokens) / (QUANTUM_TOKENS * newcomer.weight))
+        others = (
+            min(turn.num_tokens, rounds * QUANTUM_TOKENS * turn.head().weight)
+            for tenant, turn in turns.items()
+            if tenant != newcomer.tenant
+        )
+        return higher + own + sum(others)
 
     def waiting_by_tier(self) -> dict[str, int]:
         return {
@@ -209,6 +221,7 @@ class FairQueue:
         rank = self._ranks[waiting.ranked_as]
         turn = rank.turns[waiting.tenant]
         turn.num_waiting -= 1
+        turn.num_tokens -= waiting.num_tokens
         rank.num_tokens -= waiting.num_tokens
         if not turn.num_waiting:  # who has nothing waiting saves nothing up
             del rank.turns[waiting.tenant]

@@ -122,6 +122,21 @@ def test_a_request_that_leaves_is_never_next() -> None:
     assert queue.pop(0.0) is None
 
 
+def test_a_flood_of_one_tenant_is_before_another_one_only_by_its_turns() -> None:
+    queue = FairQueue(1000)
+    for _ in range(200):
+        queue.push(waiting("flood", tokens=500), 0.0)
+    newcomer = waiting("small", tokens=300)
+    assert queue.tokens_before(waiting("flood", tokens=300)) == 200 * 500
+    assert queue.tokens_before(newcomer) == QUANTUM_TOKENS  # one turn of the other
+    assert queue.tokens_before(waiting("small", tokens=300, tier=Tier.SHEDDABLE)) == 200 * 500
+    queue.push(newcomer, 0.0)
+    gone_before = drain(queue).index(newcomer)
+    assert gone_before * 500 <= QUANTUM_TOKENS + 500
+    queue.push(newcomer, 0.0)
+    assert queue.tokens_before(waiting("small", tokens=300)) == 300  # its own; nobody else is there
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
@@ -158,5 +173,7 @@ def test_nobody_is_lost_or_served_twice(script: list[tuple[str, str, Tier, int, 
             queue.remove(gone)
             inside.remove(id(gone))
         assert len(queue) == len(inside)
-        assert queue.tokens_before(Tier.SHEDDABLE) == sum(known[number].num_tokens for number in inside)
+        # Whoever has almost no share of the turns comes after everybody.
+        last = waiting("new", tier=Tier.SHEDDABLE, weight=1e-9)
+        assert queue.tokens_before(last) == sum(known[number].num_tokens for number in inside)
     assert {id(one) for one in drain(queue, now_s)} == inside
