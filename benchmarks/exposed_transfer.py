@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,8 @@ from benchmarks.workload import LengthLaw, Workload, plan_synthetic
 # The default model's context is 8,192 tokens with the answer in it.
 PROMPT_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8184)
 REQUEST_TIMEOUT_S = 300.0
+# Gets every row: a long measurement that is broken off has what it had measured.
+Report = Callable[[Sequence["Exposed"]], None]
 WAYS = {"layer-wise": True, "bulk": False}
 
 
@@ -43,18 +45,23 @@ class Exposed:
         return statistics.median(self.exposed_ms[way])
 
 
-def measure_exposed(lengths: Sequence[int], num_runs: int, transport: str, folder: Path) -> list[Exposed]:
-    """Starts both clusters and asks them in turns. Raises `RunFailed` or `ClusterError`."""
+def measure_exposed(
+    lengths: Sequence[int], num_runs: int, transport: str, folder: Path, report: Report
+) -> list[Exposed]:
+    """Starts both clusters and asks them in turns; `report` gets all rows after each round.
+
+    Raises `RunFailed` or `ClusterError`.
+    """
     with ExitStack() as stack:
         urls = {}
         for way, is_layer_push in WAYS.items():
             config = folder / f"{way}.yaml"
             config.write_text(f"layer_push: {str(is_layer_push).lower()}\ntransports: [{transport}]\n")
             urls[way] = stack.enter_context(started_cluster(["--config", str(config)], folder / f"{way}.log"))
-        return asyncio.run(_ask_in_turns(urls, lengths, num_runs))
+        return asyncio.run(_ask_in_turns(urls, lengths, num_runs, report))
 
 
-async def _ask_in_turns(urls: dict[str, str], lengths: Sequence[int], num_runs: int) -> list[Exposed]:
+async def _ask_in_turns(urls: dict[str, str], lengths: Sequence[int], num_runs: int, report: Report) -> list[Exposed]:
     rows = [Exposed(num_tokens) for num_tokens in lengths]
     for way, url in urls.items():
         await _ask(url, way, Exposed(64), seed=999)
@@ -63,6 +70,7 @@ async def _ask_in_turns(urls: dict[str, str], lengths: Sequence[int], num_runs: 
             # Who goes first changes from run to run.
             for way in sorted(urls, reverse=bool(run % 2)):
                 await _ask(urls[way], way, row, seed=100 * row.prompt_tokens + run)
+        report(rows)
     return rows
 
 

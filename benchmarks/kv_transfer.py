@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.exposed_transfer import PROMPT_TOKENS, exposed_table, measure_exposed, write_exposed
+from benchmarks.exposed_transfer import PROMPT_TOKENS, Exposed, exposed_table, measure_exposed, write_exposed
 from benchmarks.machine import describe_machine
 from cluster.identity import TransferId
 from cluster.kv_layout import KvLayout
@@ -315,11 +315,15 @@ def main() -> None:
     print(describe_machine().one_line)
     if arguments.exposed:
         lengths = [int(length) for length in arguments.lengths.split(",")]
+        out: Path | None = arguments.out
+
+        def report(rows: Sequence[Exposed]) -> None:
+            if out is not None:
+                write_exposed(rows, out)
+
         with tempfile.TemporaryDirectory() as folder:
-            rows = measure_exposed(lengths, arguments.runs, arguments.transports.split(",")[0], Path(folder))
-        print(exposed_table(rows))
-        if arguments.out is not None:
-            write_exposed(rows, arguments.out)
+            transport = arguments.transports.split(",")[0]
+            print(exposed_table(measure_exposed(lengths, arguments.runs, transport, Path(folder), report)))
         return
     results = [
         measure(Case(transport, block_tokens, group_bytes))

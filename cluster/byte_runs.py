@@ -79,6 +79,10 @@ class MappedBytes:
             raise IndexError(f"{ends[-1]} bytes from {start} lie outside of a mapping of {self._buffer.nbytes}")
         return [self._buffer[start + first : start + end] for first, end in zip((0, *ends[:-1]), ends, strict=True)]
 
+    def strided(self, first: int, places: Sequence[int], stride: int, run_bytes: int) -> EqualRuns:
+        """Raises `IndexError` outside the mapping."""
+        return EqualRuns(self._buffer, self._address, first, places, stride, run_bytes)
+
     def at(self, places: Sequence[int], sizes: Sequence[int]) -> Sequence[memoryview]:
         """The runs that begin there. Raises `IndexError` outside the mapping."""
         if sizes and min(sizes) == max(sizes):

@@ -30,7 +30,7 @@ from cluster.byte_runs import Offsets, addresses_of, sizes_of
 from cluster.errors import KvTransferFailed
 from kv_transfer.frame import HEADER_BYTES, BadFrame, digest_of, pack_header, with_digest
 from kv_transfer.transport import CancelGuarantee, FrameHeader, FrameSink
-from kv_transfer.transports.byte_runs import cut
+from kv_transfer.transports.byte_runs import cut_to
 from kv_transfer.transports.connection_gate import GREETING_TIMEOUT_S, ConnectionGate
 from kv_transfer.transports.listener import STALL_TIMEOUT_S, Listener
 from kv_transfer.transports.probing_sink import PROBE_BYTES, ProbingSink
@@ -330,7 +330,7 @@ class GrantedSender:
         if int(places[:, 1].min()) < 0 or int(places[:, 1].sum()) != ticket.header.num_bytes:
             raise BadFrame("the granted places do not fit the frame")
         self._throttle.pass_through(ticket.header.num_bytes)
-        sources = cut(ticket.payload, places[:, 1].tolist())
+        sources = cut_to(ticket.payload, places[:, 1].tolist())
         self._granted[number] = ticket
         self._unwritten.add(number)
         self._unjudged.add(number)

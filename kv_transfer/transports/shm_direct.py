@@ -14,11 +14,11 @@ use it only between workers that trust each other.
 
 from __future__ import annotations
 
-import array
 import mmap
 import os
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cluster.byte_runs import MappedBytes, Offsets, addresses_of, sizes_of
+from cluster.byte_runs import EqualRuns, MappedBytes, addresses_of, sizes_of
 from cluster.errors import KvTransferFailed, StartupError
 from kv_transfer.frame import DIGEST_BYTES, HEADER_BYTES, BadFrame, digest_of, pack_header, parse_header
 from kv_transfer.frame_copy import copy_frame
@@ -37,7 +37,7 @@ from kv_transfer.transports.byte_runs import cut
 from kv_transfer.transports.connection_gate import ConnectionGate
 from kv_transfer.transports.listener import Listener
 from kv_transfer.transports.probing_sink import PROBE_BYTES, ProbingSink
-from kv_transfer.transports.stream_io import read_exactly, send_gathered, wait_for_byte, wait_until_closed
+from kv_transfer.transports.stream_io import read_exactly, read_next, wait_until_closed
 from kv_transfer.transports.throttle import Throttle
 from kv_transfer.transports.unix_socket import bind_unix, connect_unix
 
@@ -45,10 +45,14 @@ ASK, WRITTEN = b"A", b"W"
 # Frames that are granted and not yet written: while one is being copied the grant of the next is on its way.
 MAX_ASKED = 2
 _MAPPING = struct.Struct("<QQQ")  # bytes of the memfd, the pool's offset in it, bytes of the pool
-_COUNT = struct.Struct("<I")
-_RUN = struct.Struct("<QQ")  # offset in the pool or, counted from its end, in the probes' memory; bytes
+# Kind, and a header or a digest: one size for both, so that one read takes either.
+_MESSAGE_BYTES = 1 + HEADER_BYTES
+# Number of runs; where place 0 is in the pool (of a probe, in the probes' memory); bytes from place to place; bytes of
+# each run, or 0: then its offset and its size follow for each run, else its place.
+_GRANT = struct.Struct("<IQQQ")
+_PLACE_BYTES = 8
 MAX_RUNS = 65536
-PROBE_RIGHT, PROBE_WRONG = 2**32 - 1, 2**32 - 2  # in place of a count: a probe frame's verdict
+PROBE_RIGHT, PROBE_WRONG = 2**32 - 1, 2**32 - 2  # in place of a number of runs: a probe frame's verdict
 
 
 class SharedKvMemory(KvMemory, Protocol):
@@ -107,8 +111,9 @@ class _GrantingConnection:
         """Until the sender's end is closed. Raises OSError or BadFrame."""
         try:
             self._hand_out_pool()
-            while wait_for_byte(self._connection):
-                self._answer()
+            message = memoryview(bytearray(_MESSAGE_BYTES))
+            while read_next(self._connection, message):
+                self._answer(bytes(message[:1]), message[1:])
         except (OSError, BadFrame):
             # A sender that we do not understand may be in the middle of a granted write: only its own end says that it
             # is over.
@@ -128,16 +133,15 @@ class _GrantingConnection:
         if memory.memfd is None:
             raise BadFrame("the pool is closed")
         size = os.fstat(memory.memfd).st_size
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory.memfd, self._probes_memfd]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [memory.memfd, self._probes_memfd]))]
         self._connection.sendmsg([_MAPPING.pack(size, memory.mapping_offset, memory.size_bytes)], rights)
 
-    def _answer(self) -> None:
-        kind = _read(self._connection, 1)
+    def _answer(self, kind: bytes, rest: memoryview) -> None:
         if kind == ASK:
-            self._grant(parse_header(_read(self._connection, HEADER_BYTES)))
+            self._grant(parse_header(rest))
         elif kind == WRITTEN and self._grants:
             grant = self._grants.popleft()
-            header = replace(grant.header, digest=_read(self._connection, DIGEST_BYTES))
+            header = replace(grant.header, digest=bytes(rest[:DIGEST_BYTES]))
             self._sink.close_frame(header, digest_of(grant.runs))
         else:
             raise BadFrame(f"unexpected message {kind!r}")
@@ -145,20 +149,19 @@ class _GrantingConnection:
     def _grant(self, header: FrameHeader) -> None:
         runs = self._sink.open_frame(header)
         if runs is None:
-            self._connection.sendall(_COUNT.pack(0))
+            self._connection.sendall(_GRANT.pack(0, 0, 0, 0))
             return
         self._grants.append(_Grant(header, runs))
-        self._connection.sendall(_COUNT.pack(len(runs)) + self._places(runs).tobytes())
+        pool = int(self._probes.ctypes.data) if header.epoch == PROBE_EPOCH else self._memory.address
+        if isinstance(runs, EqualRuns):
+            first = runs.address - pool
+            self._connection.sendall(_GRANT.pack(len(runs), first, runs.stride, runs.run_bytes) + runs.places.tobytes())
+        else:
+            places = np.stack((addresses_of(runs) - pool, sizes_of(runs)), axis=1)
+            self._connection.sendall(_GRANT.pack(len(runs), 0, 1, 0) + places.tobytes())
 
     def _judge_probe(self, is_right: bool) -> None:
-        self._connection.sendall(_COUNT.pack(PROBE_RIGHT if is_right else PROBE_WRONG))
-
-    def _places(self, runs: Sequence[memoryview]) -> Offsets:
-        """`[runs, 2]`: offset and bytes of each."""
-        starts = addresses_of(runs) - self._memory.address
-        if starts.min() < 0 or starts.max() >= self._memory.size_bytes:
-            starts += self._memory.address + self._memory.size_bytes - int(self._probes.ctypes.data)
-        return np.stack((starts, sizes_of(runs)), axis=1)
+        self._connection.sendall(_GRANT.pack(PROBE_RIGHT if is_right else PROBE_WRONG, 0, 0, 0))
 
 
 class DirectTicket:
@@ -185,7 +188,7 @@ class ShmDirectSender:
         self._asked: deque[DirectTicket] = deque()
         self._num_probes = self._num_verified = 0
         try:
-            self._pool_bytes, self._pool, self._probes = _receive_memory(self._connection)
+            self._pool, self._probes = _receive_memory(self._connection)
         except (OSError, BadFrame) as error:
             self._connection.close()
             raise KvTransferFailed(f"cannot map the pool of {address}: {error}", stage="transfer") from error
@@ -195,7 +198,7 @@ class ShmDirectSender:
         ticket = DirectTicket(header, payload)
         self._num_probes += header.epoch == PROBE_EPOCH
         try:
-            send_gathered(self._connection, [memoryview(ASK), memoryview(pack_header(header))])
+            self._connection.sendall(ASK + pack_header(header))
             self._asked.append(ticket)
             while len(self._asked) > MAX_ASKED:
                 self._write_next()
@@ -215,7 +218,7 @@ class ShmDirectSender:
         self.poll()
         try:
             while self._num_probes:
-                self._take_verdict(self._read_count())
+                self._take_verdict(self._read_grant()[0])
         except (OSError, BadFrame) as error:
             self._break(error)
         verified, self._num_verified = self._num_verified, 0
@@ -227,22 +230,23 @@ class ShmDirectSender:
 
     def _write_next(self) -> None:
         ticket = self._asked[0]
-        while (num_runs := self._read_count()) in (PROBE_RIGHT, PROBE_WRONG):
-            self._take_verdict(num_runs)
-        if num_runs > MAX_RUNS:
-            raise BadFrame(f"{num_runs} runs for one frame")
-        if num_runs:
-            places = np.frombuffer(_read(self._connection, num_runs * _RUN.size), np.int64).reshape(-1, 2)
+        while (grant := self._read_grant())[0] in (PROBE_RIGHT, PROBE_WRONG):
+            self._take_verdict(grant[0])
+        if grant[0]:
+            targets = self._targets(ticket, *grant)
             self._throttle.pass_through(ticket.header.num_bytes)
-            digest = self._copy(ticket, places)
+            sources = cut(ticket.payload, targets)
+            digest = copy_frame(sources, targets, past_caches=True)
             ticket.digest = ticket.digest or digest
-            self._connection.sendall(WRITTEN + ticket.digest)
+            self._connection.sendall((WRITTEN + ticket.digest).ljust(_MESSAGE_BYTES, b"\0"))
         self._asked.popleft()
         ticket.payload = ()
         ticket.done = True
 
-    def _read_count(self) -> int:
-        return int(_COUNT.unpack(_read(self._connection, _COUNT.size))[0])
+    def _read_grant(self) -> tuple[int, int, int, int]:
+        """As `_GRANT` says."""
+        num_runs, first, stride, run_bytes = _GRANT.unpack(_read(self._connection, _GRANT.size))
+        return num_runs, first, stride, run_bytes
 
     def _take_verdict(self, value: int) -> None:
         if value not in (PROBE_RIGHT, PROBE_WRONG) or not self._num_probes:
@@ -250,27 +254,36 @@ class ShmDirectSender:
         self._num_probes -= 1
         self._num_verified += value == PROBE_RIGHT
 
-    def _copy(self, ticket: DirectTicket, places: Offsets) -> bytes:
-        """The digest of what was written."""
-        is_probe = ticket.header.epoch == PROBE_EPOCH
-        starts, sizes = places[:, 0] - (self._pool_bytes if is_probe else 0), places[:, 1].tolist()
+    def _targets(
+        self, ticket: DirectTicket, num_runs: int, first: int, stride: int, run_bytes: int
+    ) -> Sequence[memoryview]:
+        """Where the frame is to be written. Raises `BadFrame` for what is not the pool's, or not the frame's size."""
+        if num_runs > MAX_RUNS:
+            raise BadFrame(f"{num_runs} runs for one frame")
+        places = array("q", _read(self._connection, num_runs * (_PLACE_BYTES if run_bytes else 2 * _PLACE_BYTES)))
+        memory = self._probes if ticket.header.epoch == PROBE_EPOCH else self._pool
+        targets: Sequence[memoryview]
         try:
-            targets = (self._probes if is_probe else self._pool).at(starts.tolist(), sizes)
+            if run_bytes:
+                num_bytes, targets = num_runs * run_bytes, memory.strided(first, places, stride, run_bytes)
+            else:
+                sizes = places[1::2].tolist()
+                num_bytes, targets = sum(sizes), memory.at(places[::2].tolist(), sizes)
         except IndexError as error:
             raise BadFrame(f"the granted places are not the pool's: {error}") from error
-        if sum(sizes) != ticket.header.num_bytes:
+        if num_bytes != ticket.header.num_bytes:
             raise BadFrame("the granted places do not fit the frame")
-        return copy_frame(cut(ticket.payload, sizes), targets)
+        return targets
 
     def _break(self, error: Exception) -> None:
         self.close()
         raise KvTransferFailed(f"shm-direct connection broke: {error}", stage="transfer") from error
 
 
-def _receive_memory(connection: socket.socket) -> tuple[int, MappedBytes, MappedBytes]:
-    """The receiver's pool with its size, and the memory of this connection's probe frames."""
-    message, rights, _, _ = connection.recvmsg(_MAPPING.size, socket.CMSG_SPACE(2 * array.array("i").itemsize))
-    descriptors = array.array("i")
+def _receive_memory(connection: socket.socket) -> tuple[MappedBytes, MappedBytes]:
+    """The receiver's pool, and the memory of this connection's probe frames."""
+    message, rights, _, _ = connection.recvmsg(_MAPPING.size, socket.CMSG_SPACE(2 * array("i").itemsize))
+    descriptors = array("i")
     for level, kind, data in rights:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
@@ -281,7 +294,7 @@ def _receive_memory(connection: socket.socket) -> tuple[int, MappedBytes, Mapped
         if os.fstat(descriptors[0]).st_size != size or offset + num_bytes > size:
             raise BadFrame("the pool has another size than was said")
         pool = MappedBytes(memoryview(mmap.mmap(descriptors[0], size))[offset : offset + num_bytes])
-        return num_bytes, pool, MappedBytes(memoryview(mmap.mmap(descriptors[1], PROBE_BYTES)))
+        return pool, MappedBytes(memoryview(mmap.mmap(descriptors[1], PROBE_BYTES)))
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

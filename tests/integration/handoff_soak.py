@@ -8,6 +8,7 @@ the end descriptors, threads, memory and shared memory are back where they were 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -61,21 +62,29 @@ class Fault:
 class Footprint:
     """What one process holds."""
 
-    num_descriptors: int
+    descriptors: tuple[str, ...]  # what each refers to
     num_threads: int
     rss_bytes: int
 
     @classmethod
     def of(cls, worker: WorkerProcess) -> Footprint:
         process = psutil.Process(worker.process.pid)
-        return cls(process.num_fds(), process.num_threads(), process.memory_info().rss)
+        return cls(descriptors_of(worker.process.pid), process.num_threads(), process.memory_info().rss)
 
     def is_within(self, before: Footprint) -> bool:
         return (
-            self.num_descriptors <= before.num_descriptors
+            len(self.descriptors) <= len(before.descriptors)
             and self.num_threads <= before.num_threads + MAX_EXECUTOR_THREADS
             and self.rss_bytes <= before.rss_bytes + MAX_GROWTH_BYTES
         )
+
+
+def descriptors_of(pid: int) -> tuple[str, ...]:
+    names = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            names.append(f"{link.name} -> {link.readlink()}")
+    return tuple(sorted(names))
 
 
 def shared_memory_names() -> list[str]:
@@ -247,7 +256,7 @@ class HandoffSoak:
     async def _wait_for_footprint(self, worker: WorkerProcess, before: Footprint) -> None:
         deadline = time.monotonic() + BACK_TIMEOUT_S
         while not (now := Footprint.of(worker)).is_within(before):
-            assert time.monotonic() < deadline, f"{worker.settings.worker_id} held {before}, now {now}"
+            assert time.monotonic() < deadline, f"{worker.settings.worker_id} held {before}, now {now}: {worker.log()}"
             await asyncio.sleep(0.1)
 
     def _judge(self, answer: Answer, prompt: list[int], what: str, *, may_be_cancelled: bool = False) -> None:

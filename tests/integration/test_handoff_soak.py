@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer.transports.registry import SENDERS
 from tests.integration.handoff_soak import (
     BYTES_OF_A_TOKEN,
     DECODE_STATES,
@@ -21,11 +22,12 @@ from tests.integration.handoff_soak import (
     HandoffSoak,
 )
 from tests.integration.worker_processes import fleet_in
+from tests.kv_transfer.all_transports import needs_library
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 IS_FULL = os.environ.get("TANDEM_HANDOFF_SOAK") == "full"
-TRANSPORTS = ("shm", "tcp", "shm-direct") if IS_FULL else ("shm",)
+TRANSPORTS = tuple(SENDERS) if IS_FULL else ("shm",)
 NUM_CANCELS = 500 if IS_FULL else 60
 NUM_RESTARTS = 20 if IS_FULL else 3
 NUM_SHORT_REQUESTS = 2500 if IS_FULL else 40
@@ -52,6 +54,7 @@ def stops() -> list[Fault]:
 
 @pytest.fixture(params=TRANSPORTS)
 async def soak(request: pytest.FixtureRequest, tmp_path: Path, default_model_path: Path) -> AsyncIterator[HandoffSoak]:
+    needs_library(request.param)
     async with fleet_in(tmp_path, default_model_path, MODULE) as fleet:
         soak = HandoffSoak(fleet, tmp_path, request.param)
         await soak.start()
