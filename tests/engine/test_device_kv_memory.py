@@ -93,9 +93,9 @@ def test_written_cells_are_in_the_pool_once_they_are_finished(pools: tuple[KvMem
 def test_what_is_outside_the_pool_is_refused(pools: tuple[KvMemory, DeviceKvMemory]) -> None:
     for pool in pools:
         for blocks, first_layer, num_layers in (([5], 0, 1), ([0, -1], 0, 1), ([0], 1, 2), ([0], -1, 1)):
-            with pytest.raises(IndexError, match="the pool has|outside of a buffer"):
+            with pytest.raises(IndexError, match=r"the pool has|outside of a buffer"):
                 pool.begin_write(blocks, first_layer, num_layers)
-            with pytest.raises(IndexError, match="the pool has|outside of a buffer"):
+            with pytest.raises(IndexError, match=r"the pool has|outside of a buffer"):
                 pool.runs(blocks, first_layer, num_layers)
 
 
