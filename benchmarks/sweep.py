@@ -100,12 +100,12 @@ class Sweep:
         grid += 4 + 2 * len(settings.speculation_batches) * has_speculation
         searches = 3 if has_control else 2
         shares = len(settings.rates_per_s or settings.rate_shares)
-        self._progress.plan(grid * GRID_POINT_S + shares * settings.run_s + searches * self._search_s)
+        self._progress.plan(grid * GRID_POINT_S + shares * settings.longest_run_s + searches * self._search_s)
 
     @property
     def _search_s(self) -> float:
         """Of one search, at most."""
-        return max_probes(self.settings.search_shares, self.settings.resolution) * self.settings.run_s
+        return max_probes(self.settings.search_shares, self.settings.resolution) * self.settings.longest_run_s
 
     async def measure_timings(self, target: Target, kv_tokens: int, max_batch: int) -> PoolTimings:
         """Both grids and their fits. `kv_tokens`: of one decode worker's pool."""

@@ -74,9 +74,13 @@ class SweepSettings:
     def slo(self) -> Slo:
         return Slo(self.ttft_ms, self.tpot_ms)
 
+    @property
+    def longest_run_s(self) -> float:
+        return MAX_STRETCH * self.run_s
+
     def duration_s(self, rate_per_s: float) -> float:
         """Of one open-loop run at that rate: long enough for `min_requests`, within reason."""
-        return min(max(self.run_s, self.min_requests / rate_per_s), MAX_STRETCH * self.run_s)
+        return min(max(self.run_s, self.min_requests / rate_per_s), self.longest_run_s)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
