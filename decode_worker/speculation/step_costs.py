@@ -16,9 +16,15 @@ DRAFT_MS = 0.02  # a guess of the look-up drafters: a few dictionary reads
 
 
 def measure_step_costs(
-    runner: ModelRunner, num_blocks: int, block_tokens: int, clock: Callable[[], float] = time.perf_counter
+    runner: ModelRunner, num_blocks: int, block_tokens: int, clock: Callable[[], float] | None = None
 ) -> StepCosts:
-    """Writes into the pool's first blocks, which nobody may own yet."""
+    """Writes into the pool's first blocks, which nobody may own yet.
+
+    The native backend computes on this thread, so its processor time is what counts: a busy machine, on which wall time
+    has nothing to do with the number of rows, gives the same table. A GPU is waited for: wall time.
+    """
+    if clock is None:
+        clock = time.thread_time if runner.backend == "native" else time.perf_counter
     rows = tuple(count for count in MEASURED_ROWS if count <= num_blocks * block_tokens)
     step_ms = []
     for count in rows:
