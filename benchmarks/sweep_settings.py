@@ -28,8 +28,8 @@ class SweepSettings:
     seed: int = 0
     # Open-loop runs.
     run_s: float = 60.0
-    # A queue near its limit forgets slowly: capacity from runs of 40 requests has a standard deviation of 11 % by
-    # chance alone, and comes out 5 % high because each begins with an empty queue; from runs of 200, 6 % and 1 %.
+    # A queue near its limit forgets slowly: of searches of a computed queue with runs of 40 requests the capacity has a
+    # standard deviation of 10 % by chance alone and is 5 % high, for each run begins empty; with 200, 6 % and 1 %.
     min_requests: int = 200  # a slow server's runs last longer, up to twice
     drain_s: float = 60.0
     resolution: float = 1.05  # bisection ends when its bracket is this tight
