@@ -46,7 +46,8 @@ class EngineSettings(BaseModel):
         default="auto", description="auto: as the model computes; fp8: e4m3 with a scale for each token and head"
     )
     weight_compression: Literal["auto", "off"] = Field(
-        default="auto", description="bfloat16 weights in 12 bits without loss, where the CPU decodes them on the way"
+        default="auto",
+        description="bfloat16 weights in 12 bits without loss, where the CPU decodes them on the way; prefill: never",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         default="auto", description="auto: where there is a GPU, decode steps of backend triton replay captured graphs"

@@ -194,6 +194,7 @@ def _native_runner(settings: WorkerSettings, weights: WeightSource, memory: KvMe
         memory,
         dtype=dtype,
         quantization=settings.quantization,
-        compression=settings.weight_compression,
+        # Few rows gain by fewer bytes; a prefill worker's many rows would pay for decoding them.
+        compression="off" if settings.role == "prefill" else settings.weight_compression,
         num_threads=settings.num_threads,
     )

@@ -12,8 +12,10 @@ import torch
 from cluster.errors import StartupError
 from cluster.worker_settings import WorkerSettings
 from engine import native_library, runner_factory
+from engine.dtype import cpu_features
 from engine.kv_memory import layout_of
 from engine.model_loader import open_weights
+from engine.native_runner import NativeRunner
 from engine.runner_factory import MAX_DEFAULT_KV_BYTES, build_runner, free_memory_bytes, model_length, num_blocks
 from tests.engine.steps import BlockDealer, prompt_logits
 from tests.engine.tiny_models import random_model, save_gguf, save_safetensors
@@ -58,6 +60,19 @@ def test_auto_takes_native_and_torch_agrees_with_it(tmp_path: Path) -> None:
         prompt_logits(built.runner, BlockDealer(built.memory), prompt, 17) for built in (native, reference)
     )
     assert torch.allclose(own, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "aggregated"])
+def test_weights_are_compressed_where_few_rows_are_computed(tmp_path: Path, role: str) -> None:
+    if not native_library.is_available():
+        pytest.skip("the native library is not built on this machine")
+    model_directory = save_safetensors(random_model("qwen3"), tmp_path / "model")
+    built = build_runner(settings(model_directory, dtype="bfloat16", role=role))
+    plain = build_runner(settings(model_directory, dtype="bfloat16", role=role, weight_compression="off"))
+    assert isinstance(built.runner, NativeRunner)
+    assert isinstance(plain.runner, NativeRunner)
+    is_plain = built.runner.kernel_details()["weights"] == plain.runner.kernel_details()["weights"]
+    assert is_plain is (role == "prefill" or not _compresses())
 
 
 def test_auto_without_native_falls_back_to_torch_and_says_why(
@@ -151,6 +166,10 @@ def test_free_memory_respects_a_cgroup_limit(tmp_path: Path, monkeypatch: pytest
     assert abs(free_memory_bytes() - machine) < 2**30
     (tmp_path / "memory.max").write_text("5000\n")
     assert free_memory_bytes() == 4000
+
+
+def _compresses() -> bool:
+    return "avx512_bf16" in cpu_features() and "amx_bf16" not in cpu_features()
 
 
 def _without_native(monkeypatch: pytest.MonkeyPatch) -> None:
