@@ -18,9 +18,11 @@ from tests.integration.grpc_client import generate_tokens
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
 
+# Every prompt is to travel: a decode worker would help out where several come at once.
+APART = ("--prefill", "1", "--decode", "1", "--prefill-fallback", "deny")
 TOPOLOGIES = {
-    "shm": ("--prefill", "1", "--decode", "1", "--transport", "shm"),
-    "tcp": ("--prefill", "1", "--decode", "1", "--transport", "tcp"),
+    "shm": (*APART, "--transport", "shm"),
+    "tcp": (*APART, "--transport", "tcp"),
     "aggregated": ("--prefill", "0", "--decode", "0", "--aggregated", "1"),
 }
 NUM_AT_A_TIME = 4
