@@ -81,7 +81,7 @@ WITHOUT_TEST = {
     20: "No draft KV travels: a drafter computes its own on the decode worker, and its acceptance is a metric there.",
     21: "Layers leave when they are written, draft layers are not among them: there is no end to call too early.",
     25: "A prompt has one KV group: models with several (sliding windows, hybrids) are refused when they are loaded.",
-    28: "Handoff moves host memory. A GPU runner has no transport of its own yet.",
+    28: "A GPU's KV is gathered and scattered on the stream that computes: no second one runs ahead of it.",
     30: "Nothing is offloaded while it is computed: the pool does not evict into the tiers yet.",
     31: "As 30: what has not verified is in no prefix cache, and so could not be evicted into a tier either.",
     32: "As 30.",

@@ -129,11 +129,11 @@ class Movement:
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 @pytest.mark.parametrize(("source_tp", "target_tp"), list(itertools.product(TP_SIZES, TP_SIZES)))
 @pytest.mark.parametrize(("source_block", "target_block"), list(itertools.product(BLOCKS, BLOCKS)))
-def test_kv2_kv17_kv51_every_shape_prefix_and_remainder_moves_exactly(
+def test_kv2_kv17_kv51_kv72_every_shape_prefix_and_remainder_moves_exactly(
     num_kv_heads: int, source_tp: int, target_tp: int, source_block: int, target_block: int
 ) -> None:
-    """Prefix: none, a part, all whole blocks of the receiver. Remainder: the prompt ends at a block's end, one token
-    behind it, one before it."""
+    """Prefix: none, a part, all whole blocks of the receiver, behind which nothing may be left. Remainder: the prompt
+    ends at a block's end, one token behind it, one before it."""
     most_tokens = 3 * target_block
     content = oracle(num_kv_heads, most_tokens)
     sources = [Rank(num_kv_heads, source_tp, rank, source_block, most_tokens) for rank in range(source_tp)]
