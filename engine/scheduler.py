@@ -157,7 +157,7 @@ class Scheduler:
 
     def _kept_from_prompts(self, budget: int, num_decodes: int) -> int:
         """Tokens that no prompt may take, so that the decodes of this step are in time."""
-        if self._step_budget is None or not num_decodes:
+        if self._step_budget is None or not (num_decodes or self._step_budget.binds_alone):
             return 0
         return max(0, budget - self._step_budget.prefill_tokens)
 

@@ -3,7 +3,8 @@
     tokens = (headroom x objective - decode step) / time of one prompt token
 
 Both times are learned from the steps themselves, so the bound follows the machine, the batch and the contexts. It is
-never below one block: prompts go on however slow the decodes are. A step without decodes is not bounded.
+never below one block: prompts go on however slow the decodes are. A step without decodes is bounded only where a
+stream may begin in its middle: on a decode worker, whose streams' prompts come from elsewhere.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ MIN_OBSERVED_TOKENS = 16
 class StepBudget:
     """Used by the engine's thread."""
 
-    def __init__(self, itl_slo_ms: float, block_tokens: int) -> None:
-        """`itl_slo_ms`: the inter-token latency that streams shall have at most, above 0."""
+    def __init__(self, itl_slo_ms: float, block_tokens: int, *, binds_alone: bool = False) -> None:
+        """`itl_slo_ms`: the inter-token latency that streams shall have at most, above 0. `binds_alone`: also a step
+        without decodes is bounded."""
+        self.binds_alone = binds_alone
         self._target_ms = HEADROOM * itl_slo_ms
         self._least = block_tokens
         self._decode_ms = 0.0
@@ -27,7 +30,7 @@ class StepBudget:
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens for one step that also decodes; a block while nothing is known."""
+        """Prompt tokens for one bounded step; a block while nothing is known."""
         if not self._token_ms:
             return self._least
         return max(self._least, int((self._target_ms - self._decode_ms) / self._token_ms))

@@ -131,7 +131,7 @@ def step_budget(settings: WorkerSettings) -> StepBudget | None:
     """What prompts may take of a step beside decodes; None on a prefill worker, where nothing decodes, or unbounded."""
     if settings.role == "prefill" or not settings.itl_slo_ms:
         return None
-    return StepBudget(settings.itl_slo_ms, settings.block_tokens)
+    return StepBudget(settings.itl_slo_ms, settings.block_tokens, binds_alone=settings.role == "decode")
 
 
 def load_report(load: EngineLoad) -> worker_pb2.LoadReport:

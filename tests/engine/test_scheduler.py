@@ -110,6 +110,14 @@ def test_k14_prompts_beside_decodes_take_what_the_streams_objective_leaves() -> 
     assert scheduled(desk.step()) == {0: 1, 1: 1, 2: BLOCK}  # streams that are late anyway do not starve a prompt
 
 
+def test_where_a_stream_may_begin_in_the_middle_of_a_step_prompts_alone_are_bounded_as_well() -> None:
+    budget = StepBudget(itl_slo_ms=100.0, block_tokens=BLOCK, binds_alone=True)
+    budget.saw_step(0, 100, 100.0)  # a millisecond for a token
+    desk = Desk(step_budget=budget, max_batch_tokens=512)
+    desk.arrive(400)
+    assert scheduled(desk.step()) == {0: 85}
+
+
 def test_a_threshold_bounds_one_prompts_share() -> None:
     desk = Desk(max_batch_tokens=64, long_prefill_token_threshold=16)
     desk.arrive(100)
