@@ -1,19 +1,28 @@
-"""This machine's C++ compiler and how it is called; knows nothing of what is compiled."""
+"""This machine's C++ compiler and how it is called, from a command line too; knows nothing of what is compiled."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 COMPILE_TIMEOUT_S = 600
 
 
 class BuildError(Exception):
     """The library could not be built; the message says what to do."""
+
+
+class Build(Protocol):
+    """Builds a library into a folder unless it is there, and returns its path. Raises `BuildError`."""
+
+    def __call__(self, output_dir: Path, *, force: bool) -> Path: ...
 
 
 def find_compiler() -> list[str]:
@@ -37,3 +46,18 @@ def run_compiler(command: Sequence[str]) -> None:
         raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()[:4000]}")
     if done.stderr.strip():
         sys.stderr.write(done.stderr)
+
+
+def build_command(build: Build, description: str, default_dir: Path) -> int:
+    """What `python -m ...native.build` does: its flags, the path or the error printed, the exit status."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output-dir", type=Path, default=default_dir)
+    parser.add_argument("--force", action="store_true", help="build even when nothing changed")
+    arguments = parser.parse_args()
+    try:
+        library = build(arguments.output_dir, force=arguments.force)
+    except BuildError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write(f"{library}\n")
+    return 0

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.process_settings import ProcessSettings
 from cluster.settings_flags import parse_settings
 
 # SmolLM2-135M in bfloat16 on one AVX-512 core.
@@ -49,7 +50,7 @@ class RouterLimits(BaseModel):
     )
 
 
-class RouterSettings(RouterLimits):
+class RouterSettings(RouterLimits, ProcessSettings):
     """Frozen settings of one router process. Each field is one flag."""
 
     router_id: str = "router-0"
@@ -59,16 +60,6 @@ class RouterSettings(RouterLimits):
     http_port: int = Field(default=8000, ge=1, le=65535)
     grpc_port: int = Field(default=0, ge=0, le=65535, description="public gRPC front; 0: off")
     shares_port: bool = Field(default=False, description="other routers listen on the same ports: SO_REUSEPORT")
-    runtime_dir: Path = Field(description="private directory (0700) for sockets of this cluster")
-    redis_url: str = ""
-    redis_password_file: Path | None = None
-    cluster_token_file: Path | None = None
-    tls_authority_file: Path | None = Field(default=None, description="PEM; needed where gRPC leaves the machine")
-    tls_certificate_file: Path | None = Field(default=None, description="PEM; this process, signed by the authority")
-    tls_key_file: Path | None = Field(default=None, description="PEM; the certificate's key")
-    tls_server_name: str = Field(
-        default="", description="what peers' certificates name, for one that all share; empty: their address"
-    )
     api_keys_file: Path | None = Field(default=None, description="API keys, a line each: name and SHA-256")
     block_tokens: int = Field(default=16, ge=1, le=256)
     max_model_len: int = Field(default=0, ge=0, description="0: the model's own")

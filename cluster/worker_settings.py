@@ -7,11 +7,11 @@ token and the Redis password come from files with mode 0600 whose paths are give
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.process_settings import ProcessSettings
 from cluster.settings_flags import parse_settings
 
 # A model of 8 billion parameters on one data-centre GPU, about: what a mock worker is taken for.
@@ -98,7 +98,7 @@ class PoolSettings(BaseModel):
     num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
 
 
-class WorkerSettings(EngineSettings, PoolSettings):
+class WorkerSettings(EngineSettings, PoolSettings, ProcessSettings):
     """Frozen settings of one worker process. Each field is one flag."""
 
     worker_id: str = Field(description="stable name of this worker")
@@ -106,16 +106,6 @@ class WorkerSettings(EngineSettings, PoolSettings):
     model: str = Field(description="path of a GGUF file or safetensors directory")
     served_model_name: str = ""
     listen: str = Field(description="gRPC target: unix:/path or 127.0.0.1:port (port 0: any)")
-    runtime_dir: Path = Field(description="private directory (0700) for sockets of this cluster")
-    redis_url: str = ""
-    redis_password_file: Path | None = None
-    cluster_token_file: Path | None = None
-    tls_authority_file: Path | None = Field(default=None, description="PEM; needed where gRPC leaves the machine")
-    tls_certificate_file: Path | None = Field(default=None, description="PEM; this process, signed by the authority")
-    tls_key_file: Path | None = Field(default=None, description="PEM; the certificate's key")
-    tls_server_name: str = Field(
-        default="", description="what peers' certificates name, for one that all share; empty: their address"
-    )
     kv_host: str = Field(
         default="127.0.0.1", description="address that KV frames arrive at; off the machine they are not encrypted"
     )

@@ -7,12 +7,16 @@ Where Ray has no cluster autoscaler the request is only noted, and nothing comes
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from cluster.ended_tasks import end_tasks
 
 Bundles = list[dict[str, float]]
 RequestNodes = Callable[[Bundles], None]
+
+CLOSE_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -21,10 +25,11 @@ class NodeRequests:
     """Owned by the launcher; used on its event loop. `close` takes every request back."""
 
     def __init__(self, request: RequestNodes) -> None:
-        """`request` blocks for a call to Ray: it runs on another thread, one at a time."""
+        """`request` blocks for a call to Ray: it runs on another thread, in order, so that the last one stands."""
         self._request = request
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray-node-requests")
         self._wanted: dict[str, dict[str, float]] = {}
-        self._asked: Bundles = []
+        self._asked: Bundles | None = []  # None: a call was made, and what became of it is not known
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -41,13 +46,15 @@ class NodeRequests:
         self._changed.set()
 
     async def close(self) -> None:
-        if self._task is None:
-            return
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
-        self._wanted.clear()
-        await self._ask()
+        if self._task is not None:
+            await end_tasks(self._task)
+            self._wanted.clear()
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._ask()
+            except TimeoutError:
+                _log.warning("Ray's cluster autoscaler did not answer: what it was asked for may stand until Ray ends")
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _ask_for_ever(self) -> None:
         while True:
@@ -60,8 +67,9 @@ class NodeRequests:
         bundles = [self._wanted[worker_id] for worker_id in sorted(self._wanted)]
         if bundles == self._asked:
             return
+        self._asked = None
         try:
-            await asyncio.to_thread(self._request, bundles)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._request, bundles)
             self._asked = bundles
         except Exception as error:  # whatever Ray raises: workers run on the nodes that there are
             _log.warning("Ray's cluster autoscaler could not be told what shall run: %s", error)

@@ -80,7 +80,7 @@ async def _ask(path: Path) -> bytes:
                 while part := await reader.read(1 << 16):
                     parts.append(part)
                     if sum(map(len, parts)) > MAX_BYTES:
-                        return b""
+                        raise OSError(f"it says more than {MAX_BYTES} bytes")
                 return b"".join(parts)
             finally:
                 writer.close()

@@ -8,7 +8,6 @@ Needs a C++17 compiler (`CXX`, else c++, g++ or clang++) and nothing else: no Py
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import platform
@@ -19,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cluster.compiler import BuildError, find_compiler, run_compiler
+from cluster.compiler import build_command, find_compiler, run_compiler
 
 SOURCE_DIR = Path(__file__).resolve().parent
 LIBRARY_NAME = "libtandem_native.so"
@@ -103,17 +102,7 @@ def _compile_all(compiler: Sequence[str], directory: Path) -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Build the native CPU library.")
-    parser.add_argument("--output-dir", type=Path, default=SOURCE_DIR)
-    parser.add_argument("--force", action="store_true", help="build even when nothing changed")
-    arguments = parser.parse_args()
-    try:
-        library = build(arguments.output_dir, force=arguments.force)
-    except BuildError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{library}\n")
-    return 0
+    return build_command(build, "Build the native CPU library.", SOURCE_DIR)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,12 @@ Needs a C++17 compiler; it chooses among instruction sets at run time. `setup.py
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
 from pathlib import Path
 
-from cluster.compiler import BuildError, find_compiler, run_compiler
+from cluster.compiler import build_command, find_compiler, run_compiler
 
 SOURCE_DIR = Path(__file__).resolve().parent
 SOURCE = SOURCE_DIR / "frame_copy.cpp"
@@ -45,17 +44,7 @@ def build(output_dir: Path = SOURCE_DIR, *, force: bool = False) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Build the native library of KV frames.")
-    parser.add_argument("--output-dir", type=Path, default=SOURCE_DIR)
-    parser.add_argument("--force", action="store_true", help="build even when nothing changed")
-    arguments = parser.parse_args()
-    try:
-        library = build(arguments.output_dir, force=arguments.force)
-    except BuildError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{library}\n")
-    return 0
+    return build_command(build, "Build the native library of KV frames.", SOURCE_DIR)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class RecordingRay:
 
     def __init__(self) -> None:
         self.requests: list[Bundles] = []
+        self.has_begun = threading.Event()
         self.error: Exception | None = None
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -26,6 +27,7 @@ class RecordingRay:
         self._asked = asyncio.Condition()
 
     def __call__(self, bundles: Bundles) -> None:
+        self.has_begun.set()
         assert self.may_answer.wait(TIMEOUT_S)
         error = self.error  # of this call, whatever the test sets once it has been told
         self.requests.append(bundles)
@@ -96,3 +98,17 @@ async def test_a_launcher_that_started_nothing_asks_nothing() -> None:
     ray = RecordingRay()
     await NodeRequests(ray).close()
     assert ray.requests == []
+
+
+async def test_a_request_that_is_under_way_at_the_end_is_taken_back_after_it() -> None:
+    ray = RecordingRay()
+    ray.may_answer.clear()
+    nodes = NodeRequests(ray)
+    nodes.want("decode-0", GPU)
+    assert await asyncio.to_thread(ray.has_begun.wait, TIMEOUT_S)
+    async with asyncio.timeout(TIMEOUT_S):
+        closing = asyncio.create_task(nodes.close())
+        await asyncio.sleep(0)
+        ray.may_answer.set()
+        await closing
+    assert ray.requests == [[GPU], []]
