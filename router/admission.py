@@ -167,7 +167,7 @@ class Admission:
             return None
         waiting = self._waiting(arrival, now_s)
         self._refuse_if_late(waiting, snapshot, now_s)
-        shed = self._queue.push(waiting, now_s)
+        shed = self._queue.push(waiting)
         if shed is waiting:
             raise _overloaded(f"{len(self._queue)} requests wait for a worker, the most this server lets wait", 1.0)
         self._arrivals[waiting] = arrival
@@ -214,7 +214,7 @@ class Admission:
     def predicted_ms(self, waiting: Waiting, snapshot: ClusterSnapshot, now_s: float) -> float:
         """How long until it could begin: all that goes before it, shared by who computes, behind the shortest queue."""
         computing = snapshot.computing
-        before_ms = self._timing.prefill_ms(self._queue.tokens_before(waiting), 0) / max(1, len(computing))
+        before_ms = self._timing.prefill_ms(self._queue.tokens_before(waiting, now_s), 0) / max(1, len(computing))
         return before_ms + min(prefill_queue_ms(worker, self._timing, now_s) for worker in computing)
 
     def status(self) -> dict[str, Any]:

@@ -1,12 +1,17 @@
 """Requests that wait for a worker: who is next, who is shed. Bounded, pure: every call is given the time.
 
-    tier      critical before normal before sheddable; who waited `AGEING_S` moves up one tier, so nobody starves
+    tier      critical before normal before sheddable; a tier whose oldest request has waited `AGEING_S` takes turns
+              with the one above it, after twice that with the next one as well, so nobody starves
     tenant    within a tier in turn, by deficit round robin: each turn gives tokens by weight, a request costs its own
     deadline  within a tenant the earliest first
 
+Tiers age, not requests: requests that moved up by themselves would go before every newcomer of their old tier, and so
+would all of one tenant's flood, once it is old enough.
+
 When the queue is full somebody of the lowest tier goes, of the tenant that has most waiting there: one tenant's flood
 pushes out its own requests, not those of others.
-Source: deficit round robin, Shreedhar and Varghese 1995; longest queue drop, Suter et al. 1998.
+Source: deficit round robin, Shreedhar and Varghese 1995; tiers in turn by start-time fair queueing, Goyal et al. 1996;
+longest queue drop, Suter et al. 1998.
 """
 
 from __future__ import annotations
@@ -49,10 +54,7 @@ class Waiting:
     deadline_s: float
     arrived_s: float
     weight: float = 1.0
-    # The queue's own: the number of its entry (0: not queued), the tier that it has grown into, and since when.
-    place: int = field(default=0, init=False)
-    ranked_as: Tier = field(default=Tier.NORMAL, init=False)
-    ranked_at_s: float = field(default=0.0, init=False)
+    place: int = field(default=0, init=False)  # the queue's own: the number of its entry; 0: not queued
 
     @property
     def is_queued(self) -> bool:
@@ -97,12 +99,40 @@ class _Turn:
 
 
 class _Rank:
-    """One tier."""
+    """The requests of one tier."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier) -> None:
         self.turns: OrderedDict[Tenant, _Turn] = OrderedDict()  # the first one's turn is next
-        self.by_arrival: deque[tuple[int, Waiting]] = deque()
+        self.num_waiting = 0
         self.num_tokens = 0
+        self.served_tokens = 0  # its place among tiers that take turns: the least goes first
+        self._tier = tier
+        self._by_arrival: deque[tuple[int, Waiting]] = deque()  # as in a turn: who left stays until met
+
+    def enter(self, waiting: Waiting) -> None:
+        self.turns.setdefault(waiting.tenant, _Turn()).enter(waiting.place, waiting)
+        self.num_waiting += 1
+        self.num_tokens += waiting.num_tokens
+        self._by_arrival.append((waiting.place, waiting))
+        if len(self._by_arrival) > 2 * self.num_waiting + MAX_STALE:
+            self._by_arrival = deque(entry for entry in self._by_arrival if entry[1].place == entry[0])
+
+    def leave(self, waiting: Waiting) -> None:
+        turn = self.turns[waiting.tenant]
+        turn.num_waiting -= 1
+        turn.num_tokens -= waiting.num_tokens
+        self.num_waiting -= 1
+        self.num_tokens -= waiting.num_tokens
+        if not turn.num_waiting:  # who has nothing waiting saves nothing up
+            del self.turns[waiting.tenant]
+
+    def level(self, now_s: float) -> int:
+        """The tier that it has grown into: its own, less one for each `AGEING_S` that its oldest request has waited."""
+        by_arrival = self._by_arrival
+        while by_arrival and by_arrival[0][1].place != by_arrival[0][0]:
+            by_arrival.popleft()
+        waited_s = max(0.0, now_s - by_arrival[0][1].arrived_s) if by_arrival else 0.0
+        return max(Tier.CRITICAL, self._tier - int(waited_s / AGEING_S))
 
 
 class FairQueue:
@@ -110,20 +140,23 @@ class FairQueue:
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._ranks = {tier: _Rank() for tier in Tier}
+        self._ranks = {tier: _Rank(tier) for tier in Tier}
         self._num_waiting = 0
         self._num_pushed = 0
+        self._served_tokens = 0  # where the tier that was served last began: who comes back saves nothing up
 
     def __len__(self) -> int:
         return self._num_waiting
 
-    def push(self, waiting: Waiting, now_s: float) -> Waiting | None:
+    def push(self, waiting: Waiting) -> Waiting | None:
         """Takes it in. Returns who had to go for it: nobody, another request, or itself when it ranks lowest."""
         shed = self.shed_for(waiting) if self._num_waiting >= self._max_waiting else None
         if shed is waiting:
             return waiting
         self._num_waiting += 1
-        self._enter(waiting, waiting.tier, now_s)
+        self._num_pushed += 1
+        waiting.place = self._num_pushed
+        self._ranks[waiting.tier].enter(waiting)
         return shed
 
     def shed_for(self, newcomer: Waiting) -> Waiting:
@@ -146,31 +179,38 @@ class FairQueue:
         if not waiting.is_queued:
             return
         self._num_waiting -= 1
-        self._leave(waiting)
+        waiting.place = 0
+        self._ranks[waiting.tier].leave(waiting)
 
     def pop(self, now_s: float) -> Waiting | None:
         """Who is next."""
-        self._age(now_s)
-        for rank in self._ranks.values():
-            if rank.turns:
-                waiting = self._next_of(rank)
-                self.remove(waiting)
-                return waiting
-        return None
+        if not self._num_waiting:
+            return None
+        rank = self._next_rank(now_s)
+        waiting = self._next_of(rank)
+        self._served_tokens = max(self._served_tokens, rank.served_tokens)
+        rank.served_tokens = self._served_tokens + waiting.cost_tokens
+        self.remove(waiting)
+        return waiting
 
-    def tokens_before(self, newcomer: Waiting) -> float:
-        """Tokens of all who would go before it: higher tiers, its own tenant's, and of other tenants of its tier what
-        goes by turns meanwhile, or all that is there when that is less."""
-        higher = sum(rank.num_tokens for tier, rank in self._ranks.items() if tier < newcomer.tier)
-        turns = self._ranks[newcomer.tier].turns
-        own = turns[newcomer.tenant].num_tokens if newcomer.tenant in turns else 0
+    def tokens_before(self, newcomer: Waiting, now_s: float) -> float:
+        """Tokens of all who would go before it: tiers above its own, its own tenant's, and of other tenants of its tier
+        and of tiers that take turns with it what goes by turns meanwhile, or all that is there when that is less."""
+        rank = self._ranks[newcomer.tier]
+        own = rank.turns[newcomer.tenant].num_tokens if newcomer.tenant in rank.turns else 0
         rounds = math.ceil((own + newcomer.cost_tokens) / (QUANTUM_TOKENS * newcomer.weight))
-        others = (
+        within = own + sum(
             min(turn.num_tokens, rounds * QUANTUM_TOKENS * turn.head().weight)
-            for tenant, turn in turns.items()
+            for tenant, turn in rank.turns.items()
             if tenant != newcomer.tenant
         )
-        return higher + own + sum(others)
+        level, before = rank.level(now_s), within
+        for other in self._ranks.values():
+            if other is rank or not other.turns or other.level(now_s) > level:
+                continue
+            is_in_turn = other.level(now_s) == level
+            before += min(other.num_tokens, within + newcomer.cost_tokens) if is_in_turn else other.num_tokens
+        return before
 
     def waiting_by_tier(self) -> dict[str, int]:
         return {
@@ -179,6 +219,18 @@ class FairQueue:
         }
 
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _next_rank(self, now_s: float) -> _Rank:
+        """The highest tier with requests, or of those that take turns the one that was served least."""
+        tier = min(
+            (tier for tier, rank in self._ranks.items() if rank.turns),
+            key=lambda tier: (
+                self._ranks[tier].level(now_s),
+                max(self._ranks[tier].served_tokens, self._served_tokens),
+                tier,
+            ),
+        )
+        return self._ranks[tier]
 
     def _next_of(self, rank: _Rank) -> Waiting:
         """By deficit round robin. Rounds in which nobody could pay are added at once."""
@@ -192,36 +244,3 @@ class FairQueue:
             rounds = min(turn.rounds_to_pay() for turn in rank.turns.values())
             for turn in rank.turns.values():
                 turn.deficit += rounds * QUANTUM_TOKENS * turn.head().weight
-
-    def _age(self, now_s: float) -> None:
-        """Who has waited long enough moves up a tier."""
-        for tier in (Tier.NORMAL, Tier.SHEDDABLE):
-            by_arrival = self._ranks[tier].by_arrival
-            while by_arrival:
-                place, waiting = by_arrival[0]
-                is_here = waiting.place == place
-                if is_here and now_s - waiting.ranked_at_s < AGEING_S:
-                    break
-                by_arrival.popleft()
-                if is_here:
-                    self._leave(waiting)
-                    self._enter(waiting, Tier(tier - 1), now_s)
-
-    def _enter(self, waiting: Waiting, tier: Tier, now_s: float) -> None:
-        self._num_pushed += 1
-        waiting.place, waiting.ranked_as, waiting.ranked_at_s = self._num_pushed, tier, now_s
-        rank = self._ranks[tier]
-        rank.turns.setdefault(waiting.tenant, _Turn()).enter(waiting.place, waiting)
-        rank.num_tokens += waiting.num_tokens
-        if tier is not Tier.CRITICAL:
-            rank.by_arrival.append((waiting.place, waiting))
-
-    def _leave(self, waiting: Waiting) -> None:
-        waiting.place = 0
-        rank = self._ranks[waiting.ranked_as]
-        turn = rank.turns[waiting.tenant]
-        turn.num_waiting -= 1
-        turn.num_tokens -= waiting.num_tokens
-        rank.num_tokens -= waiting.num_tokens
-        if not turn.num_waiting:  # who has nothing waiting saves nothing up
-            del rank.turns[waiting.tenant]

@@ -166,20 +166,30 @@ def test_who_may_wait_less_is_refused_first() -> None:
     assert 0.3 < sum(record.is_ok for record in sheddable) / len(sheddable) < 0.7
 
 
-def test_a_tenants_flood_does_not_delay_another_tenant() -> None:
-    # Shorter than what waits needs to grow into the next tier, where it comes before others.
-    small = [
-        replace(one, tenant=Tenant("small"))
-        for one in _poisson(20.0, 4.0, Workload(LengthLaw(100, 100), LengthLaw(1, 1)))
-    ]
-    flood = [
-        replace(one, tenant=Tenant("flood"))
-        for one in _poisson(300.0, 4.0, Workload(LengthLaw(100, 100), LengthLaw(1, 1)), 2)
-    ]
+def _flooded(
+    settings: SimulationSettings, num_tokens: int, small_per_s: float, flood_per_s: float, duration_s: float
+) -> SimulationResult:
+    lengths = Workload(LengthLaw(num_tokens, num_tokens), LengthLaw(1, 1))
+    small = [replace(one, tenant=Tenant("small")) for one in _poisson(small_per_s, duration_s, lengths)]
+    flood = [replace(one, tenant=Tenant("flood")) for one in _poisson(flood_per_s, duration_s, lengths, seed=2)]
     arrivals = [replace(one, index=index) for index, one in enumerate([*small, *flood])]
-    by_tenant = summarise(_run(OVERLOADED, arrivals, 4.0).run, Slo(200.0, 40.0)).by_class
+    return _run(settings, arrivals, duration_s)
+
+
+def test_a_tenants_flood_does_not_delay_another_tenant() -> None:
+    by_tenant = summarise(_flooded(OVERLOADED, 100, 20.0, 300.0, 4.0).run, Slo(200.0, 40.0)).by_class
     assert by_tenant["small"].attainment > 0.95
     assert by_tenant["flood"].attainment < 0.5
+
+
+def test_f32_nor_does_a_flood_that_nobody_refuses_and_that_has_grown_old() -> None:
+    # Prompts of 101 ms, three times as many as one worker computes: after 12 s the flood's wait for 8 s.
+    patient = replace(OVERLOADED, admission_ttft_ms=0.0)
+    records = _flooded(patient, 1000, 1.0, 30.0, 12.0).run.records
+    waits = {name: [_ttft_ms(one) for one in records if one.traffic_class == name] for name in ("small", "flood")}
+    assert max(waits["flood"]) > 10_000
+    # What is computed, what is booked ahead, and one of the flood's in turn.
+    assert max(waits["small"]) < 600
 
 
 def test_a_tenants_limit_is_kept() -> None:
