@@ -215,9 +215,9 @@ def plan(
             tpot_ms, trace, max_workers, out,
         )  # fmt: skip
         made, notes = make_plan(options)
+    _print_plan(made)
     for note in notes:
         typer.echo(note)
-    _print_plan(made)
 
 
 def simulate(
@@ -354,6 +354,12 @@ def _progress_bar() -> Iterator[Progress]:
 
 def _print_plan(made: PdPlan) -> None:
     typer.echo(f"{made.verdict.value}: {made.reason}")
+    if made.split is not None:
+        split = made.split
+        typer.echo(
+            f"{split.prefill} prefill and {split.decode} decode workers carry {split.requests_per_s:.2f} requests/s "
+            f"within TTFT {made.ttft_slo_ms:g} ms and {made.itl_slo_ms:g} ms a token, by {made.provenance}"
+        )
     typer.echo(
         f"one prefill worker {made.prefill_requests_per_s:.2f} requests/s, one decode worker "
         f"{made.decode_requests_per_s:.2f} requests/s: {made.ratio:.2f} prefill for each decode"

@@ -1,6 +1,6 @@
 """What fits and what pays on a device that nobody has measured yet: a roofline over the catalogue and a model's shape.
 
-    step time     max(bytes read / bandwidth, arithmetic / flops) + KV read
+    step time     max(bytes read / bandwidth, arithmetic / flops) + KV read + all-reduces between a replica's devices
     what fits     weights, then KV blocks in the memory that is left
     what pays     which quantisation and which drafter at which batch
 
@@ -25,6 +25,10 @@ WORKSPACE_SHARE = 0.05
 # A step's fixed cost: launches, scheduling, sampling. An assumption.
 STEP_OVERHEAD_MS = 1.0
 MAX_PLANNED_BATCH = 1024
+# Of one all-reduce of a few kilobytes, however fast the link. An assumption.
+ALL_REDUCE_LATENCY_MS = 0.01
+ALL_REDUCES_PER_LAYER = 2  # behind attention and behind the feed-forward
+ACTIVATION_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,20 @@ def step_ms(
     read_s = model.num_touched_parameters(num_tokens) * quantisation.weight_bytes / bandwidth
     compute_s = 2 * model.num_active_parameters * num_tokens / arithmetic
     kv_s = batch * context_tokens * model.kv_bytes_per_token() / bandwidth
-    return (max(read_s, compute_s) + kv_s) * 1e3 + STEP_OVERHEAD_MS
+    together_ms = all_reduce_ms(model, device, num_tokens, num_devices)
+    return (max(read_s, compute_s) + kv_s) * 1e3 + STEP_OVERHEAD_MS + together_ms
+
+
+def all_reduce_ms(model: ModelShape, device: Device, num_tokens: float, num_devices: int) -> float:
+    """What tensor parallelism adds to a step: 2 (n - 1) / n of the activations over the link, twice a layer.
+
+    Source: the ring all-reduce, Patarasuk and Yuan 2009."""
+    if num_devices == 1:
+        return 0.0
+    num_bytes = 2 * (num_devices - 1) / num_devices * num_tokens * model.hidden_size * ACTIVATION_BYTES
+    return (
+        ALL_REDUCES_PER_LAYER * model.num_layers * (ALL_REDUCE_LATENCY_MS + num_bytes / device.link_bytes_per_s * 1e3)
+    )
 
 
 def tokens_per_pass(acceptance: float, num_drafts: int) -> float:
@@ -144,32 +161,58 @@ class DrafterChoice:
     speedup: float
 
 
-def best_drafter(
-    model: ModelShape, device: Device, quantisation: Quantisation, batch: int, context_tokens: int
-) -> DrafterChoice:
-    """The drafter with the shortest token time at that batch, or `off`: verification of a large batch is arithmetic."""
-    plain_ms = step_ms(model, device, quantisation, batch, context_tokens)
-    alone_ms = step_ms(model, device, quantisation, 1, context_tokens)
-    best = DrafterChoice("off", plain_ms, 1.0)
+def drafter_choices(
+    model: ModelShape,
+    device: Device,
+    quantisation: Quantisation,
+    batch: int,
+    context_tokens: int,
+    num_devices: int = 1,
+) -> list[DrafterChoice]:
+    """Every drafter at that batch: verification of a large batch is arithmetic."""
+    plain_ms = step_ms(model, device, quantisation, batch, context_tokens, 1, num_devices)
+    choices = []
     for drafter in DRAFTERS:
-        verify_ms = step_ms(model, device, quantisation, batch, context_tokens, drafter.num_drafts + 1)
+        verify_ms = step_ms(model, device, quantisation, batch, context_tokens, drafter.num_drafts + 1, num_devices)
         # A drafter is a small model: it slows down with the batch as the target does.
-        draft_ms = drafter.cost_share * alone_ms * plain_ms / alone_ms
+        draft_ms = drafter.cost_share * plain_ms
         tokens = tokens_per_pass(drafter.acceptance, drafter.num_drafts)
         token_ms = speculative_token_ms(verify_ms, draft_ms, drafter.num_drafts, tokens)
-        if token_ms < best.token_ms:
-            best = DrafterChoice(drafter.name, token_ms, plain_ms / token_ms)
-    return best
+        choices.append(DrafterChoice(drafter.name, token_ms, plain_ms / token_ms))
+    return choices
 
 
-def best_quantisation(model: ModelShape, device: Device, batch: int, context_tokens: int) -> Quantisation:
-    """The fastest at that batch of those whose weights fit; the first of equals, so bf16 unless another one is faster.
+def best_drafter(
+    model: ModelShape,
+    device: Device,
+    quantisation: Quantisation,
+    batch: int,
+    context_tokens: int,
+    num_devices: int = 1,
+) -> DrafterChoice:
+    """The drafter with the shortest token time at that batch, or `off` where none is faster than no drafter."""
+    plain_ms = step_ms(model, device, quantisation, batch, context_tokens, 1, num_devices)
+    choices = drafter_choices(model, device, quantisation, batch, context_tokens, num_devices)
+    return min([DrafterChoice("off", plain_ms, 1.0), *choices], key=lambda choice: choice.token_ms)
+
+
+def best_quantisation(
+    model: ModelShape, device: Device, batch: int, context_tokens: int, num_devices: int = 1
+) -> Quantisation:
+    """The fastest at that batch of those whose weights and KV fit; the first of equals, so bf16 unless one is faster.
 
     Raises `ValueError` when none fits."""
-    fitting = [one for one in QUANTISATIONS if fit(model, device, one).kv_blocks > 0]
+    fitting = [
+        one
+        for one in QUANTISATIONS
+        if fit(model, device, one, num_devices).num_sequences(max(1, context_tokens)) >= batch
+    ]
     if not fitting:
-        raise ValueError(f"{model.name} does not fit on one {device.name} in any of {[q.name for q in QUANTISATIONS]}")
-    return min(fitting, key=lambda one: step_ms(model, device, one, batch, context_tokens))
+        raise ValueError(
+            f"{batch} sequences of {context_tokens} tokens of {model.name} do not fit on {num_devices} x {device.name} "
+            f"in any of {', '.join(one.name for one in QUANTISATIONS)}"
+        )
+    return min(fitting, key=lambda one: step_ms(model, device, one, batch, context_tokens, 1, num_devices))
 
 
 def capacity_prior(
@@ -187,12 +230,15 @@ def capacity_prior(
         )
     arithmetic = num_devices * device.flops_of(quantisation.precision) * PREFILL_FLOPS_SHARE / 1e3  # per ms
     bandwidth = num_devices * device.bandwidth_bytes_per_s * DECODE_BANDWIDTH_SHARE / 1e3  # per ms
+    fixed_ms = STEP_OVERHEAD_MS + all_reduce_ms(model, device, 0, num_devices)
+    token_ms = all_reduce_ms(model, device, 1, num_devices) - all_reduce_ms(model, device, 0, num_devices)
+    token_ms += 2 * model.num_active_parameters / arithmetic
     return CapacityModel(
-        c0_ms=STEP_OVERHEAD_MS + model.num_touched_parameters(512) * quantisation.weight_bytes / bandwidth,
-        c1_ms=2 * model.num_active_parameters / arithmetic,
+        c0_ms=fixed_ms + model.num_touched_parameters(512) * quantisation.weight_bytes / bandwidth,
+        c1_ms=token_ms,
         c2_ms=model.attention_flops_per_pair / arithmetic,
-        alpha_ms=STEP_OVERHEAD_MS + model.num_touched_parameters(64) * quantisation.weight_bytes / bandwidth,
-        beta_ms=2 * model.num_active_parameters / arithmetic,
+        alpha_ms=fixed_ms + model.num_touched_parameters(64) * quantisation.weight_bytes / bandwidth,
+        beta_ms=token_ms,
         gamma_ms=model.kv_bytes_per_token() / bandwidth,
         kv_tokens=room.kv_tokens,
         max_batch=MAX_PLANNED_BATCH,

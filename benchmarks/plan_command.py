@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks.device_advice import Replica, advice_lines
 from benchmarks.hardware_catalogue import DEVICES
-from benchmarks.hardware_prior import QUANTISATIONS, best_drafter, best_quantisation, capacity_prior, fit, transfer_ms
+from benchmarks.hardware_prior import QUANTISATIONS, capacity_prior
 from benchmarks.model_arithmetic import MODELS
 from benchmarks.planner import CoupledCheck, PdPlan, plan, traffic_from_json, write_plan
 from benchmarks.pool_capacity import TrafficShape, equally_likely
@@ -19,7 +20,6 @@ from deploy.autoscaler.policy import Policy, Slo
 # For a model that was never measured and a user who says nothing: a chat's shape and objective.
 DEFAULT_INPUT_TOKENS, DEFAULT_OUTPUT_TOKENS = 1024.0, 256.0
 DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 1000.0, 50.0
-TOLD_BATCHES = (1, 8, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,28 +113,7 @@ def _from_catalogue(options: PlanOptions) -> tuple[PdPlan, Policy, list[str]]:
     )
     policy = Policy(slo=Slo(ttft_ms=options.ttft_ms or DEFAULT_TTFT_MS, itl_ms=options.tpot_ms or DEFAULT_TPOT_MS))
     model = capacity_prior(shape, device, quantisation, options.num_devices)
-    room = fit(shape, device, quantisation, options.num_devices)
-    context = int(traffic.input_tokens + traffic.output_tokens)
-    replica = f"{options.num_devices} x {device.name}"
-    notes = [
-        f"never measured: a roofline over data sheets ({device.source})",
-        f"{shape.name} in {quantisation.name}: weights {room.weights_bytes / 1e9:.1f} GB; {replica} leave "
-        f"{room.kv_blocks} KV blocks of 16 tokens, {room.num_sequences(context)} sequences of {context} tokens",
-    ]
-    kv_bytes = traffic.input_tokens * shape.kv_bytes_per_token()
-    links = (("beside it", device.link_bytes_per_s), ("over the network", device.nic_bytes_per_s))
-    told = ", ".join(f"{transfer_ms(kv_bytes, rate):.1f} ms {where}" for where, rate in links)
-    notes.append(f"KV of a prompt {kv_bytes / 1e9:.2f} GB: to another worker {told}, most of it hidden behind prefill")
-    for batch in TOLD_BATCHES:
-        drafter = best_drafter(shape, device, quantisation, batch, context)
-        fastest = _fastest_quantisation(options, batch, context)
-        notes.append(f"batch {batch}: drafter {drafter.drafter} ({drafter.speedup:.2f} x), quantisation {fastest}")
-    made = plan(traffic, model, policy, options.max_workers, f"data sheet of {replica}")
+    replica = Replica(shape, device, options.num_devices, quantisation)
+    notes = ["", *advice_lines(replica, traffic, policy.slo.itl_ms)]
+    made = plan(traffic, model, policy, options.max_workers, f"data sheet of {replica.name}")
     return made, policy, notes
-
-
-def _fastest_quantisation(options: PlanOptions, batch: int, context: int) -> str:
-    """On one device; with several the question is how to split, which this does not answer."""
-    if options.num_devices > 1:
-        return "not compared over several devices"
-    return best_quantisation(MODELS[options.model], DEVICES[options.device], batch, context).name

@@ -134,7 +134,7 @@ def test_plan_from_data_sheets_and_its_refusals() -> None:
     good = RUNNER.invoke(app, ["--model", "Llama-3.1-8B", "--device", "H100", "--input-tokens", "4000"])
     assert good.exit_code == 0, good.output
     assert "prefill for each decode" in good.stdout
-    assert "never measured" in good.stdout
+    assert "nothing measured" in good.stdout
     for arguments, said in (
         (["--model", "Llama-3-70B", "--device", "H100"], "does not fit"),
         (["--model", "GPT-9"], "GPT-9"),
