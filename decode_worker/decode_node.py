@@ -28,9 +28,9 @@ from cluster.worker_settings import WorkerSettings
 from decode_worker.decode_metrics import DecodeMetrics
 from decode_worker.engine_outputs import EngineOutputs
 from decode_worker.kv_landings import DecodeHandshake, KvLandings
+from decode_worker.landing_resources import LandingResources
 from decode_worker.live_requests import LiveRequests
 from decode_worker.prefill_peers import PrefillPeers
-from decode_worker.prompt_landing import LandingResources
 from decode_worker.request_check import AcceptedRequest, WorkerLimits
 from decode_worker.request_flow import FlowResources, RequestFlow
 from decode_worker.request_timeline import RequestTimeline

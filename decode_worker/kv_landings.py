@@ -10,7 +10,8 @@ from collections.abc import Callable
 from tandem.v1 import handoff_pb2
 
 from cluster.worker_counters import WorkerCounters
-from decode_worker.prompt_landing import LandingResources, PromptLanding
+from decode_worker.landing_resources import LandingResources
+from decode_worker.prompt_landing import PromptLanding
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestTimeline
 from kv_transfer.endpoints import ReceivingEnds

@@ -14,27 +14,22 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from tandem.v1 import handoff_pb2
 
-from cluster.errors import RetryElsewhere, TandemError, WorkerUnavailable, from_failure
+from cluster.errors import TandemError, WorkerUnavailable, from_failure
 from cluster.identity import BlockRef, Incarnation, WorkerId, new_transfer_id
-from cluster.kv_layout import KvLayout
-from decode_worker.decode_metrics import DecodeMetrics
-from decode_worker.prefill_peer import PeerLink, TransferListener
+from decode_worker.landing_messages import Landed, LandingMessages, rejection
+from decode_worker.landing_resources import LandingResources, TransferPeer
+from decode_worker.prefill_peer import PeerLink
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestMoment, RequestTimeline
-from decode_worker.reservations import Reservation, Reservations
-from engine import logprob_messages
-from engine.request import LandedPrompt, PositionLogprobs
+from decode_worker.reservations import Reservation
 from kv_transfer import decode_events as on
-from kv_transfer.coverage import CellRange
 from kv_transfer.decode_state import DecodePhase, DecodeTransfer, TransferRequest
 from kv_transfer.decode_transfer import apply, next_tick_s
-from kv_transfer.landing_table import LandingTable
-from kv_transfer.protocol_limits import ProtocolLimits, ProtocolViolation
+from kv_transfer.protocol_limits import ProtocolViolation
 from kv_transfer.transfer_ref import TransferRef
 from kv_transfer.transport import CancelGuarantee
 
@@ -42,51 +37,6 @@ from kv_transfer.transport import CancelGuarantee
 DEFAULT_DEADLINE_S = 600.0
 
 logger = logging.getLogger(__name__)
-
-
-class TransferPeer(Protocol):
-    """The way to one prefill worker (`prefill_peer.PrefillPeer`)."""
-
-    worker_id: WorkerId
-    link: PeerLink | None
-
-    def register(self, ref: TransferRef, listener: TransferListener) -> None: ...
-
-    def unregister(self, ref: TransferRef) -> None: ...
-
-    def send(self, message: handoff_pb2.DecodeToPrefill) -> None:
-        """Raises `WorkerUnavailable`."""
-        ...
-
-    def hang_up(self, link: PeerLink, reason: str) -> None: ...
-
-
-class TransferPeers(Protocol):
-    """Finds the way to a prefill worker (`prefill_peers.PrefillPeers`)."""
-
-    async def ready(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> TransferPeer:
-        """Raises `WorkerUnavailable`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """What a verified transfer gives. The blocks are the landing's until it hears `admitted`."""
-
-    prompt: LandedPrompt
-    prompt_logprobs: tuple[PositionLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LandingResources:
-    """What every landing of a worker shares."""
-
-    reservations: Reservations
-    peers: TransferPeers
-    table: LandingTable
-    layout: KvLayout
-    metrics: DecodeMetrics
-    limits: ProtocolLimits
 
 
 class PromptLanding:
@@ -102,6 +52,7 @@ class PromptLanding:
         self.local_reason: TandemError | None = None  # why this worker must prefill by itself
         self._request = request
         self._resources = resources
+        self._messages = LandingMessages(request, resources.layout.block_tokens, resources.limits.idle_s)
         self._timeline = timeline
         self._on_over = on_over
         self._loop = asyncio.get_running_loop()
@@ -164,7 +115,7 @@ class PromptLanding:
             case "accept":
                 self._apply(on.Accepted(TransferRef.of(message.accept.key)))
             case "reject":
-                self._apply(on.Rejected(TransferRef.of(message.reject.key), _rejection(message.reject)))
+                self._apply(on.Rejected(TransferRef.of(message.reject.key), rejection(message.reject)))
             case "progress":
                 self._apply(on.ProgressMade(TransferRef.of(message.progress.key)))
             case "commit":
@@ -237,14 +188,8 @@ class PromptLanding:
                 self._open(ref, destination, first_block)
             case on.SendPrefill():
                 self._ask(action)
-            case on.SendCredit(ref, num_bytes):
-                self._tell(credit=handoff_pb2.Credit(key=ref.to_message(), bytes=num_bytes))
-            case on.SendResend():
-                self._ask_again(action)
-            case on.SendCommitAck():
-                self._acknowledge(action)
-            case on.SendCancel(ref, reason):
-                self._tell(cancel=handoff_pb2.CancelTransfer(key=ref.to_message(), reason=reason))
+            case on.SendCredit() | on.SendResend() | on.SendCommitAck() | on.SendCancel():
+                self._tell(action)
             case on.CheckArrival(ref):
                 self._check(ref)
             case on.Fence(ref):
@@ -337,27 +282,9 @@ class PromptLanding:
         self._apply(on.EndpointDestroyed(ref))
 
     def _ask(self, action: on.SendPrefill) -> None:
-        request = self._request
         self._timeline.begin_attempt()
-        message = handoff_pb2.PrefillRequest(
-            key=action.ref.to_message(),
-            token_ids=request.token_ids.tolist(),
-            sampling=request.sampling.to_proto(),
-            have_tokens=action.num_have_blocks * self._resources.layout.block_tokens,
-            destination=[
-                handoff_pb2.BlockRef(block=ref.block, generation=ref.generation) for ref in action.destination
-            ],
-            deadline_ms=max(1, int(action.deadline_s * 1000)),
-            idle_ms=int(self._resources.limits.idle_s * 1000),
-            credit_bytes=action.credit_bytes,
-            priority=request.priority,
-            traceparent=request.traceparent,
-            request_id=request.request_id,
-            num_generated_tokens=request.num_generated,
-        )
-        message.scope.scope_key = request.scope_key
         try:
-            self._known_peer().send(handoff_pb2.DecodeToPrefill(prefill=message))
+            self._known_peer().send(self._messages.to_send(action))
         except WorkerUnavailable as error:
             self._apply(on.PeerGone(action.peer, error))
 
@@ -377,20 +304,6 @@ class PromptLanding:
                 generations_match=self._resources.reservations.pool.holds(self._transfer.destination),
             )
         )
-
-    def _ask_again(self, action: on.SendResend) -> None:
-        self._tell(
-            resend=handoff_pb2.Resend(
-                key=action.ref.to_message(),
-                ranges=[self._to_range(cells) for cells in action.ranges],
-                tries_left=action.tries_left,
-            )
-        )
-
-    def _acknowledge(self, action: on.SendCommitAck) -> None:
-        outcome = handoff_pb2.COMMIT_OUTCOME_OK if action.is_ok else handoff_pb2.COMMIT_OUTCOME_BAD
-        ranges = [self._to_range(cells) for cells in action.ranges]
-        self._tell(commit_ack=handoff_pb2.CommitAck(key=action.ref.to_message(), outcome=outcome, ranges=ranges))
 
     def _fence(self, ref: TransferRef) -> None:
         """Success or not: the attempt is over for its peer, and nothing more of it is let in."""
@@ -423,51 +336,20 @@ class PromptLanding:
         timeline.kv_bytes += commit.num_bytes
         timeline.kv_frames += commit.num_frames
         self._resources.metrics.landed(timeline)
-        has_logprobs = commit.HasField("first_logprobs")
-        have_tokens = len(self._transfer.matched) * self._resources.layout.block_tokens
-        prompt = LandedPrompt(
-            blocks=blocks,
-            first_token_id=commit.first_token_id,
-            first_logprobs=logprob_messages.from_message(commit.first_logprobs) if has_logprobs else None,
-            cached_tokens=min(max(commit.cached_tokens, have_tokens), self._request.num_tokens),
-        )
-        prompt_logprobs = tuple(logprob_messages.from_message(logprobs) for logprobs in commit.prompt_logprobs)
         self._is_offered = True
         if self._outcome.done():  # nobody waits any more
             self.cancel()
         else:
-            self._outcome.set_result(Landed(prompt, prompt_logprobs))
+            self._outcome.set_result(self._messages.landed(commit, blocks, len(self._transfer.matched)))
 
     # --- small steps --------------------------------------------------------------------------------------------------
 
-    def _tell(self, **message: Any) -> None:
+    def _tell(self, action: on.SendCredit | on.SendResend | on.SendCommitAck | on.SendCancel) -> None:
         """A peer whose stream is broken hears nothing, and needs to hear nothing: it has given us up."""
         with suppress(WorkerUnavailable):
-            self._known_peer().send(handoff_pb2.DecodeToPrefill(**message))
+            self._known_peer().send(self._messages.to_send(action))
 
     def _known_peer(self) -> TransferPeer:
         if self._peer is None:
             raise ProtocolViolation("no peer was connected")
         return self._peer
-
-    def _to_range(self, cells: CellRange) -> handoff_pb2.Range:
-        block_tokens = self._resources.layout.block_tokens
-        first_token = cells.first_block * block_tokens
-        end_token = min((cells.first_block + cells.num_blocks) * block_tokens, self._request.num_tokens)
-        return handoff_pb2.Range(
-            first_layer=cells.first_layer,
-            num_layers=cells.num_layers,
-            first_token=first_token,
-            num_tokens=end_token - first_token,
-        )
-
-
-def _rejection(reject: handoff_pb2.Reject) -> TandemError:
-    """What another prefill worker, or this one, may still do for the request."""
-    reason = handoff_pb2.RejectReason.Name(reject.reason).removeprefix("REJECT_REASON_").lower()
-    return RetryElsewhere(
-        f"the prefill worker rejected ({reason}): {reject.detail}",
-        code=reject.failure.code,
-        retry_after_s=reject.retry_after_ms / 1000,
-        stage="prefill",
-    )

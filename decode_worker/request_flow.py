@@ -25,7 +25,8 @@ from cluster.errors import (
 )
 from cluster.tracing import RequestSpan, Tracing
 from decode_worker.decode_metrics import DecodeMetrics
-from decode_worker.prompt_landing import Landed, PromptLanding
+from decode_worker.landing_messages import Landed
+from decode_worker.prompt_landing import PromptLanding
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestMoment, RequestTimeline
 from decode_worker.request_trace import end_span

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from cluster.errors import TandemError
 from cluster.identity import BlockRef, TransferId
-from kv_transfer.decode_events import PeerRef
+from kv_transfer.decode_events import DecodeAction, PeerRef
 from kv_transfer.protocol_limits import MAX_RESENDS, ProtocolLimits, ProtocolViolation
 from kv_transfer.transfer_ref import TransferRef
 from kv_transfer.transport import CancelGuarantee
@@ -147,9 +149,28 @@ class DecodeTransfer:
         return self.request.candidates[self.num_asked]
 
     @property
+    def live_attempt(self) -> Attempt:
+        """Raises `ProtocolViolation` where there is none."""
+        if self.attempt is None:
+            raise ProtocolViolation(f"no attempt in phase {self.phase.value}")
+        return self.attempt
+
+    @property
+    def current_ending(self) -> Ending:
+        """Raises `ProtocolViolation` where there is none."""
+        if self.ending is None:
+            raise ProtocolViolation(f"no ending in phase {self.phase.value}")
+        return self.ending
+
+    @property
     def blocks(self) -> tuple[BlockRef, ...]:
         """All that the transfer owns outside quarantine, prompt first."""
         return self.matched + self.destination + self.spare
+
+
+# What an event leads to: the transfer after it, and what is to be done, in order.
+Outcome: TypeAlias = tuple[DecodeTransfer, tuple[DecodeAction, ...]]
+Handler: TypeAlias = Callable[[DecodeTransfer, Any, float], Outcome]
 
 
 def check_invariants(before: DecodeTransfer, after: DecodeTransfer) -> None:

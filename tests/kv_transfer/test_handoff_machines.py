@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
+from kv_transfer import decode_ending, decode_quarantine, decode_receiving, decode_transfer
 from kv_transfer import decode_events as on
-from kv_transfer import decode_transfer
-from kv_transfer.decode_state import DecodePhase, DecodeTransfer, Ending, EndingKind
+from kv_transfer.decode_state import DecodePhase, DecodeTransfer, Ending, EndingKind, Outcome
 from kv_transfer.protocol_limits import ProtocolViolation
 from kv_transfer.transport import CancelGuarantee
 from tests.kv_transfer.handoff_world import World
@@ -78,24 +78,28 @@ def test_nor_does_any_of_many_more_random_orders() -> None:
         assert counts[what] > NUM_WALKS // 50, (what, counts)
 
 
-def _free_at_the_fence(transfer: DecodeTransfer, event: on.FenceClosed, now: float) -> decode_transfer.Outcome:
+def _free_at_the_fence(transfer: DecodeTransfer, event: on.FenceClosed, now: float) -> Outcome:
     held = transfer.quarantined[0]
     return replace(transfer, quarantined=transfer.quarantined[1:]), (on.FreeQuarantined(held.ref, held.blocks),)
 
 
-def _believe(transfer: DecodeTransfer, event: on.ArrivalChecked, now: float) -> decode_transfer.Outcome:
-    return decode_transfer._checked(transfer, replace(event, missing=(), digests_match=True), now)
+def _believe(transfer: DecodeTransfer, event: on.ArrivalChecked, now: float) -> Outcome:
+    return decode_receiving.checked(transfer, replace(event, missing=(), digests_match=True), now)
 
 
-def _do_not_wait(transfer: DecodeTransfer, event: on.PeerGone, now: float) -> decode_transfer.Outcome:
+def _do_not_wait(transfer: DecodeTransfer, event: on.PeerGone, now: float) -> Outcome:
     ending = Ending(EndingKind.RETRY, event.error)
-    return decode_transfer._continue(replace(transfer, phase=DecodePhase.CANCELLING, ending=ending), now)
+    return decode_ending.endpoint_destroyed(
+        replace(transfer, phase=DecodePhase.CANCELLING, ending=ending),
+        on.EndpointDestroyed(transfer.live_attempt.ref),
+        now,
+    )
 
 
 @pytest.mark.parametrize(
     ("table", "key", "broken"),
     [
-        (decode_transfer._IN_QUARANTINE, on.FenceClosed, _free_at_the_fence),
+        (decode_quarantine._HANDLERS, on.FenceClosed, _free_at_the_fence),
         (decode_transfer._TRANSITIONS, (DecodePhase.SEALED, on.ArrivalChecked), _believe),
         (decode_transfer._TRANSITIONS, (DecodePhase.RECEIVING, on.PeerGone), _do_not_wait),
     ],
