@@ -25,6 +25,8 @@ REQUEST_BOUNDS_S = (
 )  # fmt: skip
 TRANSFER_BOUNDS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 TOKENS_BOUNDS = (1, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+# A peer's own words: what a label may hold of them.
+MAX_REASON_CHARS = 256
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -124,6 +126,12 @@ class WorkerMetrics:
             (*names, "peer", "transport"),
             registry=registry,
         )
+        self.link_choice = Gauge(
+            "tandem_kv_link_info",
+            "always 1: what carries KV to or from a peer, and why that was chosen",
+            (*names, "peer", "transport", "state", "reason"),
+            registry=registry,
+        )
         self.drafts_verified = counter("spec_decode_num_drafts", "steps of one sequence that verified drafts")
         self._draft_tokens = Counter(
             "tandem_spec_decode_draft_tokens_per_pos",
@@ -150,7 +158,10 @@ class WorkerMetrics:
     def show_links(self, peers: Iterable[worker_pb2.PeerStatus]) -> None:
         """The links that are up now, and no others."""
         self.link_bandwidth.clear()
+        self.link_choice.clear()
         for peer in peers:
+            why = (peer.worker_id, peer.transport, peer.state, peer.reason[:MAX_REASON_CHARS])
+            self.link_choice.labels(*self._bound, *why).set(1)
             if peer.transport:
                 labels = (*self._bound, peer.worker_id, peer.transport)
                 self.link_bandwidth.labels(*labels).set(peer.measured_gb_per_s * 1e9)

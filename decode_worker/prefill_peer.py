@@ -245,7 +245,10 @@ class PrefillPeer:
                     self.link.measured_gb_per_s,
                     self.link.transport_reason,
                 )
-                await first_of(self._read(stream), self._write(stream), self._ping(), self._wait_for_replacement())
+                incarnation = hello.identity.incarnation
+                await first_of(
+                    self._read(stream), self._write(stream), self._ping(incarnation), self._wait_for_replacement()
+                )
             finally:
                 stream.cancel()
                 self._handshake.goodbye(hello, lambda: _set_from_thread(loop, silent))
@@ -285,6 +288,14 @@ class PrefillPeer:
         listener = self._listeners.get(TransferRef.of(getattr(message, kind).key))
         if listener is not None:  # else it speaks of an attempt that is over
             listener.on_message(message)
+        elif kind == "commit":
+            self._answer_stale(message.commit.key)
+
+    def _answer_stale(self, key: handoff_pb2.TransferKey) -> None:
+        """Who commits an attempt that is over would hold its blocks until our lists of live ones lack it."""
+        ack = handoff_pb2.CommitAck(key=key, outcome=handoff_pb2.COMMIT_OUTCOME_STALE)
+        with suppress(WorkerUnavailable):  # then the lists say it
+            self.send(handoff_pb2.DecodeToPrefill(commit_ack=ack))
 
     def _on_pong(self, pong: handoff_pb2.Pong) -> None:
         if self.link is not None and pong.incarnation != self.link.incarnation:
@@ -303,7 +314,7 @@ class PrefillPeer:
             except asyncio.InvalidStateError:  # it ended while the message waited; the reader may hear of it later
                 raise self._unavailable("the stream has ended") from None
 
-    async def _ping(self) -> None:
+    async def _ping(self, incarnation: str) -> None:
         number = 0
         self._unanswered_pings = 0
         while True:
@@ -313,7 +324,7 @@ class PrefillPeer:
             number += 1
             self._unanswered_pings += 1
             live = [ref.to_message() for ref in self._listeners]
-            ping = handoff_pb2.Ping(number=number, live=live, load=self._load_report())
+            ping = handoff_pb2.Ping(number=number, incarnation=incarnation, live=live, load=self._load_report())
             self.send(handoff_pb2.DecodeToPrefill(ping=ping))
 
     async def _wait_for_replacement(self) -> None:

@@ -147,6 +147,8 @@ class Reservations:
     def _retry(self) -> None:
         """In order of priority and arrival; a smaller request may pass the head, but only so often."""
         self._is_retry_due = False
+        if self.is_admission_stopped:  # also for who waits already; the blocks that end it come back, and bring us here
+            return
         blocked: list[_Waiter] = []
         for waiter in sorted(self._waiters):
             if len(blocked) == MAX_TRIED or any(earlier.num_overtaken >= MAX_OVERTAKES for earlier in blocked):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import EngineFailure
 
 MAX_RESENDS = 2
 # Lists of live attempts that may lack one of ours before it counts as forgotten: one may have crossed our request.
 MAX_MISSED_LISTINGS = 2
+# Signs of life within a peer's idle time: one or two may be late without ending an attempt.
+PROGRESS_PER_IDLE = 3
 
 
 class ProtocolViolation(EngineFailure):
@@ -30,3 +32,9 @@ class ProtocolLimits:
     drain_s: float = 5.0
     # A prefill worker says that it is alive at least this often through a long compute.
     progress_s: float = 1.0
+
+    def for_peer_idle(self, idle_s: float) -> ProtocolLimits:
+        """Signs of life often enough for a peer that gives up after `idle_s`; 0: it did not say."""
+        if not idle_s:
+            return self
+        return replace(self, idle_s=idle_s, progress_s=min(self.progress_s, idle_s / PROGRESS_PER_IDLE))

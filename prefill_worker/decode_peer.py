@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tandem.v1 import handoff_pb2, worker_pb2
 
-from cluster.errors import TandemError, WorkerUnavailable, to_failure
+from cluster.errors import TandemError, WorkerUnavailable, shown, to_failure
 from cluster.identity import Incarnation, WorkerId
 from kv_transfer.layer_pusher import LayerPusher
 from kv_transfer.transfer_ref import TransferRef
@@ -177,6 +177,9 @@ class DecodePeer:
             self._ended.popitem(last=False)
 
     def _answer_ping(self, ping: handoff_pb2.Ping) -> None:
+        if ping.incarnation != self.incarnation:
+            self.hang_up(f"{self.worker_id} pings as incarnation {shown(ping.incarnation)}")
+            return
         listed = {TransferRef.of(key) for key in ping.live}
         for ref, flow in list(self.flows.items()):
             flow.listed(ref in listed)

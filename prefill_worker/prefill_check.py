@@ -14,7 +14,6 @@ from cluster.identity import TRANSFER_ID_BYTES, BlockId, BlockRef
 from cluster.sampling_params import SamplingParams
 
 SCOPE_KEY_BYTES = 16
-MAX_SEND_RANGES = 1024
 # Blocks that finished prompts hold until their decode worker has acknowledged. Above this share of the pool the link or
 # a peer is the bottleneck: taking more on would only make everybody wait inside, where no router sees it.
 MAX_PINNED_SHARE = 0.5
@@ -29,7 +28,6 @@ class PrefillLimits:
     max_model_len: int
     block_tokens: int
     total_blocks: int
-    num_layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ def check_prefill(request: handoff_pb2.PrefillRequest, limits: PrefillLimits) ->
         raise InvalidRequest("deadline_ms and credit_bytes must be above 0", param="deadline_ms")
     token_ids = _checked_token_ids(request, limits)
     _check_destination(request, limits)
-    _check_ranges(request, limits)
     return CheckedPrefill(
         token_ids=token_ids,
         sampling=SamplingParams.from_proto(request.sampling).checked(limits.vocab_size),
@@ -125,19 +122,3 @@ def _check_destination(request: handoff_pb2.PrefillRequest, limits: PrefillLimit
         )
     if len({ref.block for ref in request.destination}) != wanted:
         raise InvalidRequest("a destination block is named twice", param="destination")
-
-
-def _check_ranges(request: handoff_pb2.PrefillRequest, limits: PrefillLimits) -> None:
-    if len(request.send_ranges) > MAX_SEND_RANGES:
-        raise InvalidRequest(f"{len(request.send_ranges)} send_ranges, at most {MAX_SEND_RANGES}", param="send_ranges")
-    num_tokens = len(request.token_ids)
-    for wanted in request.send_ranges:
-        is_inside = (
-            wanted.num_layers > 0
-            and wanted.num_tokens > 0
-            and wanted.first_layer + wanted.num_layers <= limits.num_layers
-            and request.have_tokens <= wanted.first_token
-            and wanted.first_token + wanted.num_tokens <= num_tokens
-        )
-        if not is_inside:
-            raise InvalidRequest("a range of send_ranges lies outside what is asked for", param="send_ranges")

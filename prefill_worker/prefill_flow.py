@@ -27,7 +27,7 @@ from kv_transfer import prefill_events as on
 from kv_transfer.coverage import CellRange
 from kv_transfer.layer_pusher import LayerPusher, PushCallbacks, PushRequest, PushSession, PushSummary
 from kv_transfer.prefill_transfer import PrefillPhase, PrefillTransfer, apply, next_tick_s
-from kv_transfer.protocol_limits import ProtocolViolation
+from kv_transfer.protocol_limits import ProtocolLimits, ProtocolViolation
 from kv_transfer.transfer_ref import TransferRef
 from prefill_worker.prefill_check import CheckedPrefill
 
@@ -58,6 +58,7 @@ class SourceBlocks:
 
     def __init__(self, pool: BlockPool, session: PushSession, on_started: Callable[[], None]) -> None:
         self.tokens_done = 0
+        self.layers_done = 0  # of the chunk that is being computed
         self._on_started = on_started
         self._pool = pool
         self._session = session
@@ -76,14 +77,15 @@ class SourceBlocks:
         self._session.blocks_allocated(blocks, cached_tokens)
 
     def chunk_started(self, first_token: int, num_tokens: int) -> None:
-        self._chunk_end = first_token + num_tokens
+        self._chunk_end, self.layers_done = first_token + num_tokens, 0
         self._session.chunk_started(first_token, num_tokens)
 
     def layer_written(self, layer: int) -> None:
+        self.layers_done = layer + 1
         self._session.layer_written(layer)
 
     def chunk_finished(self) -> None:
-        self.tokens_done = self._chunk_end
+        self.tokens_done, self.layers_done = self._chunk_end, 0
         self._session.chunk_finished()
 
     def unpin(self) -> None:
@@ -107,7 +109,12 @@ class PrefillFlow:
         self._link = link
         self._resources = resources
         self._loop = asyncio.get_running_loop()
-        self._transfer = PrefillTransfer(ref, self._loop.time() + request.deadline_s, request.credit_bytes)
+        self._transfer = PrefillTransfer(
+            ref,
+            self._loop.time() + request.deadline_s,
+            request.credit_bytes,
+            limits=ProtocolLimits().for_peer_idle(request.idle_s),
+        )
         callbacks = PushCallbacks(
             on_sealed=lambda summary: self._from_thread(self._sealed, summary),
             on_failed=lambda error: self._from_thread(self._apply, on.PushFailed(error)),
@@ -240,8 +247,7 @@ class PrefillFlow:
                 accept = handoff_pb2.Accept(key=self.ref.to_message(), plan=[self._coverage()])
                 self._link.send(handoff_pb2.PrefillToDecode(accept=accept))
             case on.SendProgress():
-                progress = handoff_pb2.Progress(key=self.ref.to_message(), tokens_done=self.source.tokens_done)
-                self._link.send(handoff_pb2.PrefillToDecode(progress=progress))
+                self._send_progress()
             case on.SendCommit():
                 self._send_commit(action)
             case on.SendFailedCommit(error):
@@ -290,6 +296,13 @@ class PrefillFlow:
             self._resources.engine.cancel(self.engine_id)  # its last output says that it has let go
 
     # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _send_progress(self) -> None:
+        source = self.source
+        progress = handoff_pb2.Progress(
+            key=self.ref.to_message(), layers_done=source.layers_done, tokens_done=source.tokens_done
+        )
+        self._link.send(handoff_pb2.PrefillToDecode(progress=progress))
 
     def _send_commit(self, action: on.SendCommit) -> None:
         output, summary = self._output, self._summary

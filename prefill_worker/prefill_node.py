@@ -71,7 +71,6 @@ class PrefillNode:
             max_model_len=parts.max_model_len,
             block_tokens=layout.block_tokens,
             total_blocks=parts.pool.num_blocks,
-            num_layers=layout.num_layers,
         )
         self._registry = new_registry()
         self._counters = WorkerCounters(WorkerMetrics(self._registry, parts.model_name, settings.worker_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tandem.v1 import worker_pb2
 
 from cluster.telemetry import RouterMetrics, WorkerMetrics, exposition, new_registry
 from cluster.worker_counters import WorkerCounters
@@ -29,6 +30,23 @@ def test_worker_metrics_carry_model_and_worker() -> None:
     assert 'tandem_kv_cache_usage_perc{model="m",worker_id="decode-0"} 0.25' in text
     assert 'tandem_block_conservation_error{model="m",worker_id="decode-0"} 0.0' in text
     assert "process_resident_memory_bytes" in text
+
+
+def test_kv40_a_link_is_shown_with_its_speed_and_why_it_was_chosen_and_only_while_it_is_there() -> None:
+    registry = new_registry()
+    metrics = WorkerMetrics(registry, "m", "decode-0")
+    reason = "auto among shm 8.00, tcp 3.00 GB/s (same host)"
+    link = worker_pb2.PeerStatus(
+        worker_id="prefill-0", transport="shm", measured_gb_per_s=8.0, state="ready", reason=reason
+    )
+    metrics.show_links([link, worker_pb2.PeerStatus(worker_id="prefill-1", state="refused", reason="x" * 1000)])
+    text = exposition(registry).decode()
+    chosen = f'model="m",peer="prefill-0",reason="{reason}",state="ready",transport="shm",worker_id="decode-0"'
+    assert f"tandem_kv_link_info{{{chosen}}} 1.0" in text
+    assert f'peer="prefill-1",reason="{"x" * 256}",state="refused",transport=""' in text
+    assert text.count("tandem_kv_link_bytes_per_second{") == 1
+    metrics.show_links([])
+    assert "tandem_kv_link_info{" not in exposition(registry).decode()
 
 
 def test_two_routers_in_one_process_do_not_share_metrics() -> None:

@@ -170,6 +170,18 @@ async def test_kv27_messages_find_their_transfer_by_its_key_alone(
     await until(lambda: len(prefill.received) == 1)
 
 
+async def test_a_commit_of_an_attempt_that_is_over_is_answered_as_stale(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    await connected(peers, address)
+    key = TransferRef(new_transfer_id(), 3).to_message()
+    prefill.send(handoff_pb2.PrefillToDecode(progress=handoff_pb2.Progress(key=key)))
+    prefill.send(handoff_pb2.PrefillToDecode(commit=handoff_pb2.Commit(key=key)))
+    await until(lambda: len(prefill.received) == 1)
+    ack = prefill.received[0].commit_ack
+    assert (ack.key, ack.outcome) == (key, handoff_pb2.COMMIT_OUTCOME_STALE)
+
+
 async def test_broken_stream_is_told_at_once_and_reconnected(
     peers: PrefillPeers, prefill: ScriptedPrefill, address: str
 ) -> None:

@@ -215,6 +215,22 @@ async def test_too_much_quarantine_stops_admission() -> None:
     assert pool.census().free == 8
 
 
+async def test_too_much_quarantine_stops_also_who_waits_already() -> None:
+    pool = new_pool(8)
+    reservations = Reservations(pool, max_waiting=4)
+    holder = await reservations.take(request("holder", 120))
+    waiting = asyncio.create_task(reservations.take(request("waiting", 1)))
+    await settle()
+    pool.quarantine(holder.fresh[:4])
+    pool.release(holder.fresh[4:])
+    await settle()
+    assert not waiting.done()
+    pool.unquarantine(holder.fresh[:4])
+    await settle()
+    waiting.result().give_back()
+    assert pool.census().free == 8
+
+
 async def _cancel(tasks: Sequence[asyncio.Task[Reservation]]) -> None:
     for task in tasks:
         task.cancel()

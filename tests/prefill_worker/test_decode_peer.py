@@ -67,3 +67,17 @@ async def test_kv39_a_broken_link_ends_the_stream_so_that_both_come_back_with_a_
             await peer.watch_silence(60)
         await peer.close()
     memory.close()
+
+
+async def test_kv36_a_ping_of_another_incarnation_ends_the_stream() -> None:
+    memory = KvMemory(LAYOUT, 4)
+    pusher = LayerPusher(BrokenSender(), memory, LinkCosts(1e9, 1e-5))
+    peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), PeerLink(pusher, "broken", "", 1.0), Node())
+    peer.on_message(handoff_pb2.DecodeToPrefill(ping=handoff_pb2.Ping(number=1, incarnation="d1")))
+    async with asyncio.timeout(5):
+        assert (await peer.next_message()).pong.number == 1
+        peer.on_message(handoff_pb2.DecodeToPrefill(ping=handoff_pb2.Ping(number=2, incarnation="d2")))
+        with pytest.raises(WorkerUnavailable, match="pings as incarnation 'd2'"):
+            await peer.watch_silence(60)
+        await peer.close()
+    memory.close()

@@ -12,7 +12,7 @@ from cluster.identity import new_transfer_id
 from cluster.sampling_params import SamplingParams
 from prefill_worker.prefill_check import PrefillLimits, check_load, check_prefill
 
-LIMITS = PrefillLimits(vocab_size=1000, max_model_len=256, block_tokens=16, total_blocks=20, num_layers=4)
+LIMITS = PrefillLimits(vocab_size=1000, max_model_len=256, block_tokens=16, total_blocks=20)
 
 
 def request(num_tokens: int = 40, have_tokens: int = 16) -> handoff_pb2.PrefillRequest:
@@ -76,18 +76,6 @@ def _all_generated(message: handoff_pb2.PrefillRequest) -> None:
     message.num_generated_tokens = 40
 
 
-def _range_past_the_end(message: handoff_pb2.PrefillRequest) -> None:
-    message.send_ranges.add(first_layer=0, num_layers=4, first_token=32, num_tokens=9)
-
-
-def _range_of_no_layer(message: handoff_pb2.PrefillRequest) -> None:
-    message.send_ranges.add(first_layer=0, num_layers=0, first_token=16, num_tokens=1)
-
-
-def _range_before_what_is_asked(message: handoff_pb2.PrefillRequest) -> None:
-    message.send_ranges.add(first_layer=0, num_layers=1, first_token=0, num_tokens=16)
-
-
 def _bad_temperature(message: handoff_pb2.PrefillRequest) -> None:
     message.sampling.temperature = -1
 
@@ -109,9 +97,6 @@ def _adapter(message: handoff_pb2.PrefillRequest) -> None:
         (_same_block_twice, "destination"),
         (_no_credit, "deadline_ms"),
         (_all_generated, "num_generated_tokens"),
-        (_range_past_the_end, "send_ranges"),
-        (_range_of_no_layer, "send_ranges"),
-        (_range_before_what_is_asked, "send_ranges"),
         (_bad_temperature, "temperature"),
         (_adapter, "scope.lora_name"),
     ],

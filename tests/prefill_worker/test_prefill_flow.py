@@ -22,6 +22,7 @@ from kv_transfer.frame import root_digest, with_digest
 from kv_transfer.layer_groups import LinkCosts
 from kv_transfer.layer_pusher import LayerPusher
 from kv_transfer.prefill_transfer import ENDED
+from kv_transfer.protocol_limits import ProtocolLimits
 from kv_transfer.transfer_ref import TransferRef
 from kv_transfer.transport import CancelGuarantee, FrameHeader, Posted
 from prefill_worker.prefill_check import CheckedPrefill
@@ -76,6 +77,11 @@ class StepEngine:
         self.request = request
 
     def run(self) -> None:
+        self.begin()
+        self.finish()
+
+    def begin(self) -> None:
+        """The first layer."""
         request = self._taken()
         listener = request.kv_listener
         assert listener is not None
@@ -85,9 +91,14 @@ class StepEngine:
         self.held = allocated
         listener.blocks_allocated(self.held, 0)
         listener.chunk_started(0, num_tokens)
-        for layer in range(LAYOUT.num_layers):
-            listener.layer_written(layer)
-        listener.chunk_finished()
+        listener.layer_written(0)
+
+    def finish(self) -> None:
+        request = self._taken()
+        assert request.kv_listener is not None
+        for layer in range(1, LAYOUT.num_layers):
+            request.kv_listener.layer_written(layer)
+        request.kv_listener.chunk_finished()
         self.on_output(
             SequenceOutput(
                 request.request_id,
@@ -132,7 +143,7 @@ class Link:
 
 
 class Desk:
-    def __init__(self, deadline_s: float = 60.0) -> None:
+    def __init__(self, deadline_s: float = 60.0, idle_s: float = 5.0) -> None:
         self.memory = KvMemory(LAYOUT, NUM_BLOCKS)
         self.pool = BlockPool(NUM_BLOCKS, LAYOUT.block_tokens, "test")
         self.sender = ListSender()
@@ -147,7 +158,7 @@ class Desk:
             num_generated=0,
             priority=0,
             deadline_s=deadline_s,
-            idle_s=5.0,
+            idle_s=idle_s,
             credit_bytes=2 * LAYOUT.block_bytes,
             scope_key=b"",
         )
@@ -287,7 +298,25 @@ async def test_engine_failure_is_a_failed_commit(desk: Desk) -> None:
     await desk.ended()
 
 
-async def test_kv8_long_queue_is_told_as_progress(desk: Desk) -> None:
+async def test_progress_says_how_many_layers_and_tokens_are_done() -> None:
+    desk = Desk(idle_s=0.06)
+    desk.start()
+    desk.engine.begin()
+    desk.link.sent.clear()
+    progress = (await desk.hear("progress")).progress
+    assert (progress.layers_done, progress.tokens_done) == (1, 0)
+    desk.engine.finish()
+    assert (desk.flow.source.layers_done, desk.flow.source.tokens_done) == (0, NUM_TOKENS)
+    await desk.hear("commit")
+    desk.acknowledge()
+    await desk.ended()
+    desk.link.pusher.close()
+    desk.memory.close()
+
+
+async def test_kv8_long_queue_is_told_as_progress_and_well_within_the_peers_idle_time(desk: Desk) -> None:
+    assert ProtocolLimits().for_peer_idle(0.3).progress_s == pytest.approx(0.1)
+    assert ProtocolLimits().for_peer_idle(60).progress_s == ProtocolLimits().progress_s
     desk.start()
     await desk.hear("progress")
     desk.engine.run()

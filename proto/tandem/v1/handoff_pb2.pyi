@@ -501,7 +501,6 @@ class PrefillRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
-    SEND_RANGES_FIELD_NUMBER: _builtins.int
     have_tokens: _builtins.int
     """Block-aligned prefix whose KV D holds already: P computes or reuses it but does not send it."""
     deadline_ms: _builtins.int
@@ -525,10 +524,6 @@ class PrefillRequest(_message.Message):
 
     @_builtins.property
     def scope(self) -> _common_pb2.CacheScope: ...
-    @_builtins.property
-    def send_ranges(self) -> _containers.RepeatedCompositeFieldContainer[Global___Range]:
-        """Ranges to send when only a part is missing (salvage after another P died); empty: all from have_tokens on."""
-
     def __init__(
         self,
         *,
@@ -545,11 +540,10 @@ class PrefillRequest(_message.Message):
         traceparent: _builtins.str = ...,
         request_id: _builtins.str = ...,
         num_generated_tokens: _builtins.int = ...,
-        send_ranges: _abc.Iterable[Global___Range] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "sampling", b"sampling", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "deadline_ms", b"deadline_ms", "destination", b"destination", "have_tokens", b"have_tokens", "idle_ms", b"idle_ms", "key", b"key", "num_generated_tokens", b"num_generated_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "send_ranges", b"send_ranges", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_bytes", b"credit_bytes", "deadline_ms", b"deadline_ms", "destination", b"destination", "have_tokens", b"have_tokens", "idle_ms", b"idle_ms", "key", b"key", "num_generated_tokens", b"num_generated_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "scope", b"scope", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -590,11 +584,7 @@ class Accept(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
-    ETA_MS_FIELD_NUMBER: _builtins.int
-    cached_tokens: _builtins.int
-    eta_ms: _builtins.float
     @_builtins.property
     def key(self) -> Global___TransferKey: ...
     @_builtins.property
@@ -603,13 +593,11 @@ class Accept(_message.Message):
         self,
         *,
         key: Global___TransferKey | None = ...,
-        cached_tokens: _builtins.int = ...,
         plan: _abc.Iterable[Global___Range] | None = ...,
-        eta_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "eta_ms", b"eta_ms", "key", b"key", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "plan", b"plan"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
