@@ -81,8 +81,8 @@ class EngineUnderTest:
         self.attention_kind = NumberFormat.F32 if dtype == "float32" else NumberFormat.BF16
         self._random = np.random.default_rng(0)
 
-    def step(self, batch: int, cached: int, new: int) -> StepInput:
-        """`batch` sequences with `cached` tokens in the pool and `new` ones now; the last of each wants logits."""
+    def step(self, batch: int, cached: int, new: int, *, wants_logits: bool = True) -> StepInput:
+        """`batch` sequences with `cached` tokens in the pool and `new` ones now; the last of each may want logits."""
         context = cached + new
         width = -(-context // BLOCK_TOKENS)
         tables = np.arange(batch * width, dtype=np.int32).reshape(batch, width)
@@ -97,17 +97,20 @@ class EngineUnderTest:
             query_starts=starts,
             context_lens=np.full(batch, context, np.int32),
             block_tables=tables,
-            logit_rows=starts[1:] - 1,
+            logit_rows=starts[1:] - 1 if wants_logits else np.empty(0, np.int32),
         )
 
-    def floor_s(self, floors: Floors, batch: int, cached: int, new: int) -> float:
-        """The floor of one step: see the module's docstring."""
-        config, tokens = self.config, batch * new
+    def floor_s(self, floors: Floors, batch: int, cached: int, new: int, *, wants_logits: bool = True) -> float:
+        """The floor of one step: see the module's docstring. In the last layer only the rows whose logits are wanted
+        need more than keys and values."""
+        config, tokens, wanted = self.config, batch * new, batch * wants_logits
         kv_bytes = batch * (cached + new) * config.kv_bytes_per_token(self.memory.layout.element_bytes)
         keys_seen = batch * sum(range(cached + 1, cached + new + 1))
-        attention = 4 * config.num_layers * config.num_heads * config.head_dim * keys_seen
+        attended = (config.num_layers - 1) * keys_seen + wanted * (cached + new)
+        attention = 4 * config.num_heads * config.head_dim * attended
         head = config.vocab_size * config.hidden_size
-        products = 2 * (tokens * (num_parameters(config) - head) + batch * head)
+        for_wanted = head + last_layer_rest(config)
+        products = 2 * (tokens * (num_parameters(config) - for_wanted) + wanted * for_wanted)
         packed_bytes = self.runner.status()["packed_bytes"]
         if not isinstance(packed_bytes, int):
             raise TypeError("packed_bytes of the runner's status is a number")
@@ -123,6 +126,11 @@ def num_parameters(config: ModelConfig) -> int:
     return config.num_layers * layer + config.vocab_size * config.hidden_size
 
 
+def last_layer_rest(config: ModelConfig) -> int:
+    """Parameters of the last layer that come after keys and values: of queries, attention's output and the MLP."""
+    return config.hidden_size * (2 * config.num_heads * config.head_dim + 3 * config.intermediate_size)
+
+
 def measure_decode(engine: EngineUnderTest, floors: Floors, batch: int, context: int, repeats: int) -> Figure:
     """One step of `batch` sequences that each have `context` tokens after it."""
     step = engine.step(batch, context - 1, 1)
@@ -132,14 +140,16 @@ def measure_decode(engine: EngineUnderTest, floors: Floors, batch: int, context:
 
 def measure_prefill(engine: EngineUnderTest, floors: Floors, length: int, repeats: int) -> Figure:
     """One prompt of `length` tokens in chunks."""
-    starts = range(0, length, CHUNK_TOKENS)
-    steps = [engine.step(1, start, min(CHUNK_TOKENS, length - start)) for start in starts]
+    chunks = [(start, min(CHUNK_TOKENS, length - start)) for start in range(0, length, CHUNK_TOKENS)]
+    steps = [engine.step(1, start, count, wants_logits=start + count == length) for start, count in chunks]
 
     def prefill() -> None:
         for step in steps:
             engine.runner.forward(step, None)
 
-    floor_s = sum(engine.floor_s(floors, 1, start, min(CHUNK_TOKENS, length - start)) for start in starts)
+    floor_s = sum(
+        engine.floor_s(floors, 1, start, count, wants_logits=start + count == length) for start, count in chunks
+    )
     return figure("prefill", 1, length, timed(prefill, repeats), floor_s, length)
 
 

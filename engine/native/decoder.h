@@ -28,8 +28,18 @@ struct Workspace {
     std::vector<std::vector<uint8_t>> expanded;  // weights of each thread, where kernels decode them into memory
     std::vector<std::vector<uint8_t>> attention;  // scratch of each thread
     std::vector<AttentionTask> tasks;             // of one layer
+    std::vector<int32_t> kept;          // the step's rows that go on after the last layer's keys and values, ascending
+    std::vector<int32_t> logit_places;  // of each row whose logits are wanted: its place among the kept ones
 
     size_t num_bytes() const;
+};
+
+// Neighbouring query tokens of one sequence that attend in the same layer.
+struct QueryRun {
+    int sequence;
+    int first_query;  // among the sequence's new tokens
+    int count;
+    int row;  // of the first one, in the buffers of queries and of what was attended
 };
 
 class Decoder {
@@ -71,17 +81,28 @@ class Decoder {
     void normalise(const std::vector<float>& weight, int rows, const float* x, float* out);
     void multiply(const PackedMatrix& matrix, const float* x, size_t stride, int rows, float* out, size_t out_stride,
                   bool add);
+    // The same for the outputs of panels [first_panel, last_panel) alone; `out` is where panel 0's would go.
+    void multiply_panels(const PackedMatrix& matrix, int first_panel, int last_panel, const float* x, size_t stride,
+                         int rows, float* out, size_t out_stride, bool add);
     void multiply_gated(const PackedMatrix& matrix, int rows);
+    void rotate_heads(const std::vector<float>& norm, int first_head, int num_heads, int row, float* rows);
+    void finish_queries(const Layer& layer, const int32_t* step_rows, int count);
     void write_kv(const TandemStep& step, const Layer& layer, const KvLayer& kv);
-    void attend(const TandemStep& step, const KvLayer& kv);
-    void add_attention_tasks(const TandemStep& step, const KvLayer& kv, int sequence);
+    void attend();
+    void add_attention_tasks(const TandemStep& step, const KvLayer& kv, const QueryRun& run);
+    void add_kept_runs(const TandemStep& step, const KvLayer& kv);
+    void choose_kept_rows(const TandemStep& step);
+    void keep_rows(std::vector<float>& buffer, size_t stride) const;
     void run_layer(const TandemStep& step, int index);
-    void copy_taps(const TandemStep& step, int layer) const;
+    void run_last_layer(const TandemStep& step);
+    void finish_layer(const Layer& layer, int rows);
+    void copy_taps(const TandemStep& step, int layer, const int32_t* rows) const;
     void compute_logits(const TandemStep& step, float* logits, size_t logits_stride, float* hidden);
     KvLayer kv_layer(int index) const;
 
     int heads_width() const { return spec_.num_heads * spec_.head_dim; }
     int kv_width() const { return spec_.num_kv_heads * spec_.head_dim; }
+    size_t qkv_stride() const { return (size_t)padded(heads_width() + 2 * kv_width()); }
 
     const TandemModelSpec spec_;
     const KernelTable kernels_;

@@ -171,6 +171,51 @@ def test_logits_only_for_the_wanted_rows() -> None:
     torch.testing.assert_close(output.hidden @ head.T, output.logits, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_the_last_layer_leaves_out_change_no_bit(isa: str, dtype: str, name: str) -> None:
+    """Whatever rows want logits: these, their taps, the hidden states and every key and value stay as they were."""
+    config = MODELS[name]
+    weights = RandomWeights(config)
+    lengths = (70, 1, 33, 20)
+    everything = list(range(sum(lengths)))
+
+    def run(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        memory = poisoned_memory(config, dtype=dtype, block_tokens=BLOCK, num_blocks=16)
+        runner = NativeRunner(config, weights, memory, dtype=dtype, isa=isa)
+        batch = Batch(16, BLOCK)
+        step = batch.step([(batch.add(tokens(length, config)), length) for length in lengths])
+        step = replace(step, logit_rows=np.array(rows, np.int32), tap_layers=(0, 1))
+        output = runner.forward(step, None)
+        assert output.taps is not None
+        found = (
+            output.logits.clone(),
+            output.hidden.clone(),
+            output.taps.clone(),
+            memory.tensor.view(torch.int16).clone(),
+        )
+        runner.close()
+        return found
+
+    whole = run(everything)
+    for rows in ([], [69], [69, 70, 103, 123], [0, 1, 2, 40, 41, 68, 70, 71, 72, 100, 104], everything[1:]):
+        found = run(rows)
+        for part, expected in zip(found[:3], whole[:3], strict=True):
+            assert torch.equal(part, expected[rows])
+        assert torch.equal(found[3], whole[3])
+
+
+def test_one_layer_may_be_the_whole_model(isa: str) -> None:
+    config = replace(SMALL_LLAMA, num_layers=1)
+    weights = RandomWeights(config)
+    runner = small_runner(config, weights, isa=isa)
+    batch = Batch(64, BLOCK)
+    prompt = tokens(50)
+    logits = runner.forward(batch.step([(batch.add(prompt), 50)], logits="last"), None).logits
+    expected = reference_logits(config, weights, prompt)[-1:]
+    torch.testing.assert_close(logits.double(), expected, atol=LOGIT_TOLERANCE, rtol=0)
+
+
 def test_empty_step_changes_nothing() -> None:
     runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA))
     output = runner.forward(Batch(64, BLOCK).step([]), None)

@@ -1,0 +1,305 @@
+// One step through the layers: norms, products, keys and values into the pool, attention, logits.
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "decoder.h"
+
+namespace tandem {
+
+namespace {
+
+// The first address of a buffer (64 bytes longer than needed) where a cache line starts.
+uint8_t* aligned(std::vector<uint8_t>& buffer) { return (uint8_t*)(((size_t)buffer.data() + 63) / 64 * 64); }
+
+}  // namespace
+
+void Decoder::forward(const TandemStep& step, float* logits, size_t logits_stride, float* hidden,
+                      TandemLayerCallback layer_done) {
+    check_step(step);
+    if (logits_stride < (size_t)padded(spec_.vocab_size)) throw std::invalid_argument("logits_stride is too small");
+    if (step.num_tokens == 0) return;
+    reserve(step.num_tokens);
+    compute_rotations(step);
+    embed(step);
+    choose_kept_rows(step);
+    const int last = spec_.num_layers - 1;
+    for (int i = 0; i < last; ++i) {
+        run_layer(step, i);
+        copy_taps(step, i, step.logit_rows);
+        if (layer_done) layer_done(i);
+    }
+    run_last_layer(step);
+    copy_taps(step, last, work_.logit_places.data());
+    if (layer_done) layer_done(last);
+    compute_logits(step, logits, logits_stride, hidden);
+}
+
+void Decoder::compute_rotations(const TandemStep& step) {
+    const size_t half = inverse_frequencies_.size();
+    threads_.split(step.num_tokens, [&](int first, int last, int) {
+        for (int row = first; row < last; ++row)
+            for (size_t i = 0; i < half; ++i) {
+                const float angle = (float)step.positions[row] * inverse_frequencies_[i];
+                work_.cos[(size_t)row * half + i] = std::cos(angle);
+                work_.sin[(size_t)row * half + i] = std::sin(angle);
+            }
+    });
+}
+
+void Decoder::embed(const TandemStep& step) {
+    const size_t stride = (size_t)padded(spec_.hidden_size);
+    threads_.split(step.num_tokens, [&](int first, int last, int) {
+        for (int row = first; row < last; ++row) {
+            float* out = work_.residual.data() + (size_t)row * stride;
+            if (step.inputs)
+                std::copy_n(step.inputs + (size_t)row * spec_.hidden_size, spec_.hidden_size, out);
+            else
+                kernels_.embed(embedding_, step.token_ids[row], out);
+        }
+    });
+}
+
+void Decoder::normalise(const std::vector<float>& weight, int rows, const float* x, float* out) {
+    const size_t stride = (size_t)padded(spec_.hidden_size), hidden = (size_t)spec_.hidden_size;
+    threads_.split(rows, [&](int first, int last, int) {
+        kernels_.rms_norm(x + (size_t)first * stride, stride, last - first, spec_.hidden_size, weight.data(),
+                          spec_.rms_norm_eps, out + (size_t)first * hidden, hidden);
+    });
+}
+
+void Decoder::multiply(const PackedMatrix& matrix, const float* x, size_t stride, int rows, float* out,
+                       size_t out_stride, bool add) {
+    multiply_panels(matrix, 0, matrix.panels, x, stride, rows, out, out_stride, add);
+}
+
+void Decoder::multiply_panels(const PackedMatrix& matrix, int first_panel, int last_panel, const float* x, size_t stride,
+                              int rows, float* out, size_t out_stride, bool add) {
+    const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
+    uint8_t* packed = aligned(work_.packed);
+    kernel.pack(x, stride, rows, matrix.k, matrix.k_padded, packed);
+    threads_.split(last_panel - first_panel, [&](int first, int last, int thread) {
+        const int panel = first_panel + first;
+        kernel.multiply(packed, rows, matrix, panel, first_panel + last, out + (size_t)panel * kPanelOutputs, out_stride,
+                        add, aligned(work_.expanded[(size_t)thread]));
+    });
+}
+
+// activated = silu(gate) * up, panel by panel, so that gates and ups never leave the cache.
+void Decoder::multiply_gated(const PackedMatrix& matrix, int rows) {
+    const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
+    const size_t inner_stride = (size_t)padded(spec_.intermediate_size);
+    uint8_t* packed = aligned(work_.packed);
+    kernel.pack(work_.normed.data(), (size_t)spec_.hidden_size, rows, matrix.k, matrix.k_padded, packed);
+    threads_.split(matrix.panels / 2, [&](int first, int last, int thread) {
+        float* pair = work_.gate_up[(size_t)thread].data();
+        for (int i = first; i < last; ++i) {
+            kernel.multiply(packed, rows, matrix, 2 * i, 2 * i + 2, pair, 2 * kPanelOutputs, false,
+                            aligned(work_.expanded[(size_t)thread]));
+            kernels_.silu_multiply(pair, 2 * kPanelOutputs, rows,
+                                   work_.activated.data() + (size_t)i * kPanelOutputs, inner_stride);
+        }
+    });
+}
+
+KvLayer Decoder::kv_layer(int index) const {
+    KvLayer kv;
+    kv.type = pool_.is_bfloat16 ? KvType::kBf16 : KvType::kF32;
+    kv.block_tokens = pool_.block_tokens;
+    kv.head_dim = spec_.head_dim;
+    kv.head_stride = (size_t)pool_.block_tokens * spec_.head_dim;
+    kv.value_offset = kv.head_stride * spec_.num_kv_heads;
+    kv.block_stride = 2 * kv.value_offset * spec_.num_layers;
+    kv.base = (uint8_t*)pool_.address + 2 * kv.value_offset * index * (pool_.is_bfloat16 ? 2 : 4);
+    return kv;
+}
+
+void Decoder::rotate_heads(const std::vector<float>& norm, int first_head, int num_heads, int row, float* rows) {
+    const size_t half = inverse_frequencies_.size();
+    for (int head = first_head; head < first_head + num_heads; ++head) {
+        float* part = rows + (size_t)head * spec_.head_dim;
+        if (!norm.empty())
+            kernels_.rms_norm(part, 0, 1, spec_.head_dim, norm.data(), spec_.rms_norm_eps, part, 0);
+        kernels_.rotate(part, spec_.head_dim, work_.cos.data() + (size_t)row * half, work_.sin.data() + (size_t)row * half);
+    }
+}
+
+// Queries of `count` rows; the i-th stands in the step's row step_rows[i], without `step_rows` in row i.
+void Decoder::finish_queries(const Layer& layer, const int32_t* step_rows, int count) {
+    const size_t stride = qkv_stride();
+    threads_.split(count, [&](int first, int last, int) {
+        float* rows = work_.qkv.data() + (size_t)first * stride;
+        if (!layer.qkv_bias.empty())
+            kernels_.add_bias(rows, stride, last - first, heads_width(), layer.qkv_bias.data());
+        for (int i = first; i < last; ++i, rows += stride)
+            rotate_heads(layer.query_norm, 0, spec_.num_heads, step_rows ? step_rows[i] : i, rows);
+    });
+}
+
+void Decoder::write_kv(const TandemStep& step, const Layer& layer, const KvLayer& kv) {
+    const int head_dim = spec_.head_dim, kv_heads = spec_.num_kv_heads, width = heads_width();
+    const size_t stride = qkv_stride(), element = kv.type == KvType::kBf16 ? 2 : 4;
+    threads_.split(step.num_tokens, [&](int first, int last, int) {
+        float* rows = work_.qkv.data() + (size_t)first * stride;
+        if (!layer.qkv_bias.empty())
+            kernels_.add_bias(rows + width, stride, last - first, 2 * kv_width(), layer.qkv_bias.data() + width);
+        for (int row = first; row < last; ++row, rows += stride) {
+            rotate_heads(layer.key_norm, spec_.num_heads, kv_heads, row, rows);
+            const int64_t slot = step.slots[row];
+            const size_t token = (size_t)(slot / kv.block_tokens) * kv.block_stride + (size_t)(slot % kv.block_tokens) * head_dim;
+            for (int head = 0; head < kv_heads; ++head) {
+                uint8_t* key = kv.base + (token + (size_t)head * kv.head_stride) * element;
+                const float* key_row = rows + width + (size_t)head * head_dim;
+                kernels_.store_kv(key_row, head_dim, kv.type, key);
+                kernels_.store_kv(key_row + kv_width(), head_dim, kv.type, key + kv.value_offset * element);
+            }
+        }
+    });
+}
+
+// Attends with the tasks that were added.
+void Decoder::attend() {
+    threads_.take_turns((int)work_.tasks.size(), [&](int index, int thread) {
+        const size_t after = (size_t)index + (size_t)threads_.size();
+        const AttentionTask* next = after < work_.tasks.size() ? &work_.tasks[after] : nullptr;
+        kernels_.attention(work_.tasks[(size_t)index], next,
+                           aligned(work_.attention[(size_t)thread]));
+    });
+    work_.tasks.clear();
+}
+
+void Decoder::add_attention_tasks(const TandemStep& step, const KvLayer& kv, const QueryRun& run) {
+    const int group = spec_.num_heads / spec_.num_kv_heads, start = step.query_starts[run.sequence];
+    const int queries = step.query_starts[run.sequence + 1] - start;
+    const bool shared = run.count <= kMaxSharedQueries;
+    const int most_queries = shared ? kMaxSharedQueries : std::max(1, kMaxAttentionRows / group);
+    const int threads = threads_.size();
+    const int most_heads = shared ? (spec_.num_kv_heads + threads - 1) / threads : 1;
+    const size_t stride = qkv_stride(), out_stride = (size_t)heads_width();
+    for (int offset = 0; offset < run.count; offset += most_queries)
+        for (int head = 0; head < spec_.num_kv_heads; head += most_heads) {
+            const size_t row = (size_t)(run.row + offset), column = (size_t)(head * group * spec_.head_dim);
+            AttentionTask task;
+            task.kv = kv;
+            task.block_table = step.block_tables + (size_t)run.sequence * step.table_width;
+            task.first_kv_head = head;
+            task.num_kv_heads = std::min(most_heads, spec_.num_kv_heads - head);
+            task.group = group;
+            task.num_queries = std::min(most_queries, run.count - offset);
+            task.first_row = run.first_query + offset;
+            task.first_position = step.context_lens[run.sequence] - queries + task.first_row;
+            task.window = spec_.sliding_window;
+            const bool is_tree = step.tree_masks && queries > 1 && step.tree_masks[start] != 0;
+            task.tree_masks = is_tree ? step.tree_masks + start : nullptr;
+            task.tree_positions = is_tree ? step.positions + start : nullptr;
+            task.scale = spec_.attention_scale;
+            task.q = work_.qkv.data() + row * stride + column;
+            task.q_stride = stride;
+            task.out = work_.attended.data() + row * out_stride + column;
+            task.out_stride = out_stride;
+            work_.tasks.push_back(task);
+        }
+}
+
+void Decoder::run_layer(const TandemStep& step, int index) {
+    const Layer& layer = layers_[(size_t)index];
+    const int rows = step.num_tokens;
+    const KvLayer kv = kv_layer(index);
+    normalise(layer.attention_norm, rows, work_.residual.data(), work_.normed.data());
+    multiply(layer.qkv, work_.normed.data(), (size_t)spec_.hidden_size, rows, work_.qkv.data(), qkv_stride(), false);
+    finish_queries(layer, nullptr, rows);
+    write_kv(step, layer, kv);
+    for (int b = 0; b < step.num_sequences; ++b) {
+        const int first = step.query_starts[b];
+        add_attention_tasks(step, kv, {b, 0, step.query_starts[b + 1] - first, first});
+    }
+    attend();
+    finish_layer(layer, rows);
+}
+
+// Keys and values of all rows, everything else of the kept ones alone: nobody reads the others any more. These move to
+// the front of each buffer, where the i-th of them is row i. A sum does not depend on the rows beside it, so no bit changes.
+void Decoder::run_last_layer(const TandemStep& step) {
+    const Layer& layer = layers_.back();
+    const int rows = step.num_tokens, count = (int)work_.kept.size();
+    const size_t hidden = (size_t)spec_.hidden_size;
+    const int query_panels = heads_width() / kPanelOutputs;
+    const KvLayer kv = kv_layer(spec_.num_layers - 1);
+    normalise(layer.attention_norm, rows, work_.residual.data(), work_.normed.data());
+    multiply_panels(layer.qkv, query_panels, layer.qkv.panels, work_.normed.data(), hidden, rows, work_.qkv.data(),
+                    qkv_stride(), false);
+    write_kv(step, layer, kv);
+    if (count == 0) return;
+    keep_rows(work_.normed, hidden);
+    keep_rows(work_.residual, (size_t)padded(spec_.hidden_size));
+    multiply_panels(layer.qkv, 0, query_panels, work_.normed.data(), hidden, count, work_.qkv.data(), qkv_stride(), false);
+    finish_queries(layer, work_.kept.data(), count);
+    add_kept_runs(step, kv);
+    attend();
+    finish_layer(layer, count);
+}
+
+// What follows attention: the rows are added to the residual stream.
+void Decoder::finish_layer(const Layer& layer, int rows) {
+    const size_t residual_stride = (size_t)padded(spec_.hidden_size);
+    multiply(layer.output, work_.attended.data(), (size_t)heads_width(), rows, work_.residual.data(), residual_stride, true);
+    normalise(layer.mlp_norm, rows, work_.residual.data(), work_.normed.data());
+    multiply_gated(layer.gate_up, rows);
+    multiply(layer.down, work_.activated.data(), (size_t)padded(spec_.intermediate_size), rows, work_.residual.data(),
+             residual_stride, true);
+}
+
+void Decoder::choose_kept_rows(const TandemStep& step) {
+    std::vector<int32_t>& kept = work_.kept;
+    kept.assign(step.logit_rows, step.logit_rows + step.num_logit_rows);
+    std::sort(kept.begin(), kept.end());
+    kept.erase(std::unique(kept.begin(), kept.end()), kept.end());
+    work_.logit_places.clear();
+    for (int i = 0; i < step.num_logit_rows; ++i)
+        work_.logit_places.push_back(
+            (int32_t)(std::lower_bound(kept.begin(), kept.end(), step.logit_rows[i]) - kept.begin()));
+}
+
+void Decoder::keep_rows(std::vector<float>& buffer, size_t stride) const {
+    for (size_t i = 0; i < work_.kept.size(); ++i)
+        if ((size_t)work_.kept[i] != i)
+            std::copy_n(buffer.data() + (size_t)work_.kept[i] * stride, stride, buffer.data() + i * stride);
+}
+
+// Neighbouring kept rows of a sequence attend together.
+void Decoder::add_kept_runs(const TandemStep& step, const KvLayer& kv) {
+    const std::vector<int32_t>& kept = work_.kept;
+    const int count = (int)kept.size();
+    int sequence = 0;
+    for (int first = 0, after; first < count; first = after) {
+        while (kept[(size_t)first] >= step.query_starts[sequence + 1]) ++sequence;
+        after = first + 1;
+        while (after < count && kept[(size_t)after] == kept[(size_t)after - 1] + 1 &&
+               kept[(size_t)after] < step.query_starts[sequence + 1])
+            ++after;
+        const int first_query = kept[(size_t)first] - step.query_starts[sequence];
+        add_attention_tasks(step, kv, {sequence, first_query, after - first, first});
+    }
+}
+
+// `rows`: where the rows of the logits are now.
+void Decoder::copy_taps(const TandemStep& step, int layer, const int32_t* rows) const {
+    const size_t stride = (size_t)padded(spec_.hidden_size), hidden = (size_t)spec_.hidden_size;
+    for (int tap = 0; tap < step.num_tap_layers; ++tap)
+        if (step.tap_layers[tap] == layer)
+            for (int i = 0; i < step.num_logit_rows; ++i)
+                std::copy_n(work_.residual.data() + (size_t)rows[i] * stride, hidden,
+                            step.taps + ((size_t)i * step.num_tap_layers + tap) * hidden);
+}
+
+void Decoder::compute_logits(const TandemStep& step, float* logits, size_t logits_stride, float* hidden) {
+    if (step.num_logit_rows == 0) return;
+    const size_t stride = (size_t)padded(spec_.hidden_size);
+    for (int i = 0; i < step.num_logit_rows; ++i)
+        normalise(final_norm_, 1, work_.residual.data() + (size_t)work_.logit_places[(size_t)i] * stride,
+                  hidden + (size_t)i * spec_.hidden_size);
+    const PackedMatrix& head = output_.data ? output_ : embedding_;
+    multiply(head, hidden, (size_t)spec_.hidden_size, step.num_logit_rows, logits, logits_stride, false);
+}
+
+}  // namespace tandem
