@@ -1,13 +1,13 @@
 """`tandem.v1.Inference/Generate`: the same requests, checks, limits and errors as over HTTP, in protobuf's shape.
 
-A message becomes the body that the HTTP front would have got and goes through the same parser, so no limit can be
-missing here that is there.
+A message becomes the body that the HTTP front would have got (`grpc_body`) and goes through the same parser, so no
+limit can be missing here that is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 import grpc
@@ -21,22 +21,19 @@ from cluster.rpc_errors import ErrorInterceptor
 from router.answer import LENGTH, STOP, Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
 from router.generation_service import GenerationService
+from router.grpc_body import body_of, renamed_error, renamed_guide
+from router.openai_tools import TOOL_CALLS, ToolCallReader
 from router.request_parser import AroundBody, RequestParser
 from router.tenants import DEFAULT_TENANT, ApiKeys
+from router.tool_parser import CallDelta
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
-# Fields that HTTP has under the same name, with a presence of their own.
-_OPTIONAL_FIELDS = (
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "n", "min_tokens", "priority", "num_drafts",
-)  # fmt: skip
-# What constrains the answer, and what HTTP calls it.
-_GUIDES = {"json_schema": "guided_json", "regex": "guided_regex", "grammar": "guided_grammar"}
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
     STOP: common_pb2.FINISH_REASON_STOP,
     LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
 }
 
 
@@ -56,41 +53,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         tenant = DEFAULT_TENANT if self._keys is None else self._keys.tenant_of(_metadata(context, "authorization"))
         around = AroundBody(context.time_remaining(), request.return_timeline, _metadata(context, "traceparent"))
         parsed = self._parse(request, around)
+        tools = None if parsed.tool_use is None else ToolCallReader(parsed.tool_use, self._service.tool_format)
         # A client that leaves cancels this coroutine, and leaving the context cancels what runs.
         async with self._service.answering(parsed, tenant) as answer:
             async for updates in answer.updates():
-                yield _response(answer, updates)
+                if choices := [choice for update in updates if (choice := _choice(update, tools)) is not None]:
+                    yield inference_pb2.GenerateResponse(request_id=answer.request_id, choices=choices)
             yield _last_response(answer, parsed)
 
     def _parse(self, request: inference_pb2.GenerateRequest, around: AroundBody) -> GenerationRequest:
-        body = {"model": request.model or self._parser.limits.model_name, **_body(request)}
-        parsed = self._parse_body(body, around)
-        guide = parsed.guide
-        if guide is not None:
-            named = {field: name for name, field in _GUIDES.items()}
-            guide = dataclasses.replace(guide, param=named.get(guide.param, guide.param))
+        try:
+            body = {"model": request.model or self._parser.limits.model_name, **body_of(request)}
+            parse = self._parser.parse_chat if "messages" in body else self._parser.parse_completion
+            parsed = parse(body, around)
+        except InvalidRequest as error:
+            raise renamed_error(error) from None
         return dataclasses.replace(
             parsed,
-            guide=guide,
+            guide=None if parsed.guide is None else renamed_guide(parsed.guide),
+            described=tuple(map(renamed_guide, parsed.described)),
             is_streamed=True,
             wants_token_ids=True,
         )
-
-    def _parse_body(self, body: dict[str, Any], around: AroundBody) -> GenerationRequest:
-        parse = self._parser.parse_chat if "messages" in body else self._parser.parse_completion
-        try:
-            return parse(body, around)
-        except InvalidRequest as error:
-            raise _renamed(error) from None
-
-
-def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """The error with the parameter's name as it is in protobuf."""
-    for name, field in _GUIDES.items():
-        if error.param.startswith(field):
-            param, message = error.param.replace(field, name, 1), error.message.replace(field, name, 1)
-            return InvalidRequest(message, param=param, code=error.error_code)
-    return error
 
 
 class GrpcFront:
@@ -141,51 +125,24 @@ class GrpcFront:
         await self._server.stop(grace_s)
 
 
-def _body(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
-    """The JSON body that asks for the same."""
-    present = {field.name for field, _ in request.ListFields()}
-    body: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if name in present}
-    body.update({field: getattr(request, name) for name, field in _GUIDES.items() if getattr(request, name)})
-    if request.logit_bias:
-        body["logit_bias"] = {str(token_id): bias for token_id, bias in request.logit_bias.items()}
-    if request.stop:
-        body["stop"] = list(request.stop)
-    if request.stop_token_ids:
-        body["stop_token_ids"] = list(request.stop_token_ids)
-    for name in ("user", "cache_salt", "speculation"):
-        if getattr(request, name):
-            body[name] = getattr(request, name)
-    body["ignore_eos"] = request.ignore_eos
-    match request.WhichOneof("prompt"):
-        case "text":
-            body["prompt"] = request.text
-        case "token_ids":
-            body["prompt"] = list(request.token_ids.ids)
-        case "chat":
-            body["messages"] = [_message(message) for message in request.chat.messages]
-    if request.HasField("logprobs"):
-        is_chat = "messages" in body
-        body.update({"logprobs": True, "top_logprobs": request.logprobs} if is_chat else {"logprobs": request.logprobs})
-    return body
-
-
-def _message(message: inference_pb2.ChatMessage) -> dict[str, str]:
-    name = {"name": message.name} if message.name else {}
-    return {"role": message.role, "content": message.content, **name}
-
-
-def _response(answer: Answer, updates: list[ChoiceUpdate]) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        request_id=answer.request_id,
-        choices=[
-            inference_pb2.GenerateChoice(
-                index=update.index,
-                text=update.delta.text,
-                token_ids=[token.token_id for token in update.delta.tokens],
-                logprobs=[token.logprobs for token in update.delta.tokens if token.logprobs is not None],
-                finish_reason=_FINISH_REASONS[update.finish_reason],
-            )
-            for update in updates
+def _choice(update: ChoiceUpdate, tools: ToolCallReader | None) -> inference_pb2.GenerateChoice | None:
+    """What one choice has to say; None while it shows neither text nor call nor token."""
+    text, reason = update.delta.text, update.finish_reason
+    calls: Sequence[CallDelta] = ()
+    if tools is not None:
+        read = tools.read(update.index, text, is_last=reason is not None)
+        if not (read or reason or update.delta.tokens):
+            return None
+        text, reason, calls = read.content, tools.finish_reason(update.index, reason), read.calls
+    return inference_pb2.GenerateChoice(
+        index=update.index,
+        text=text,
+        token_ids=[token.token_id for token in update.delta.tokens],
+        logprobs=[token.logprobs for token in update.delta.tokens if token.logprobs is not None],
+        finish_reason=_FINISH_REASONS[reason],
+        tool_calls=[
+            inference_pb2.ToolCall(index=call.index, id=call.call_id, name=call.name, arguments=call.arguments)
+            for call in calls
         ],
     )
 

@@ -54,6 +54,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens or max_model_len reached"""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 5
+    """(router) an end of its own, and it called something"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -65,6 +67,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or max_model_len reached"""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 5
+"""(router) an end of its own, and it called something"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
