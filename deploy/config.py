@@ -42,7 +42,7 @@ class RouterConfig(RouterLimits, Section):
         default=1,
         ge=1,
         le=64,
-        description="that share the ports; each has its own metrics, explanations and tenant limits",
+        description="that share the ports; metrics, explanations and tenants' limits are those of all",
     )
     grpc_port: int | None = Field(default=0, ge=0, le=65535, description="gRPC; 0: any free port; null: off")
     served_model_name: str = Field(default="", description="empty: from the model's file name")

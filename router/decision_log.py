@@ -1,10 +1,13 @@
 """The last placements with their reasons, for `/explain/{request_id}`: candidates, terms, choice, what then happened.
 
-Bounded: the oldest request is forgotten first. Holds numbers and names only, never tokens or text.
+Bounded: the oldest request is forgotten first. Holds numbers and names only, never tokens or text. Where several
+router processes share a port, whichever is asked asks the others.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -16,10 +19,13 @@ from cluster.errors import TandemError
 from cluster.identity import RequestId
 from router.fair_queue import Tier
 from router.placement import Candidate, Placement
+from router.router_siblings import RouterSiblings
 from router.sequence import Sequence
 
 MAX_REQUESTS = 1024
 MAX_CANDIDATES_SHOWN = 8  # of each role, the best ones
+QUESTION = "explain"
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")  # of a request of ours
 
 
 @dataclass(slots=True)
@@ -37,10 +43,12 @@ class _Decision:
 class DecisionLog:
     """Hears placements; owned by the router process."""
 
-    def __init__(self, max_requests: int = MAX_REQUESTS) -> None:
+    def __init__(self, siblings: RouterSiblings, max_requests: int = MAX_REQUESTS) -> None:
+        self._siblings = siblings
         self._max_requests = max_requests
         self._requests: OrderedDict[str, list[_Decision]] = OrderedDict()
         self._admissions: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        siblings.answer(QUESTION, self._tell)
 
     def let_in(self, request_id: RequestId, tier: Tier, waited_s: float) -> None:
         """From admission: it had to wait, and is placed now."""
@@ -73,8 +81,19 @@ class DecisionLog:
         if (decision := self._latest(sequence)) is not None:
             decision.outcome["moved_because"] = error.error_code
 
-    def explain(self, request_id: str) -> dict[str, Any] | None:
-        """What is known of a request's placements; None when it is unknown or forgotten."""
+    async def explain(self, request_id: str) -> dict[str, Any] | None:
+        """What is known of a request's placements, here or in a process beside; None when nobody knows it."""
+        explained = self._explain(request_id)
+        if explained is None and _ID.fullmatch(request_id):
+            told = await self._siblings.ask(QUESTION, request_id)
+            explained = json.loads(told[0]) if told else None
+        return explained
+
+    def _tell(self, request_id: str) -> bytes:
+        explained = self._explain(request_id)
+        return b"" if explained is None else json.dumps(explained).encode()
+
+    def _explain(self, request_id: str) -> dict[str, Any] | None:
         decisions = self._requests.get(request_id)
         if decisions is None:
             return None

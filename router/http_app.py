@@ -143,7 +143,7 @@ class _Probes:
 
     async def explain(self, request: Request) -> Response:
         _require_operator(request)
-        explained = self._decisions.explain(request.path_params["request_id"])
+        explained = await self._decisions.explain(request.path_params["request_id"])
         if explained is None:
             raise HTTPException(404, "no such request, or it was too long ago")
         return JSONResponse(explained)

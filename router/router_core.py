@@ -32,9 +32,11 @@ from router.prefix_index import PrefixIndex
 from router.prompt_encoder import PromptEncoder
 from router.request_metrics import RequestMetrics
 from router.request_parser import RequestParser
+from router.router_siblings import RouterSiblings
 from router.shared_metrics import SharedMetrics
+from router.shared_tenant_ledger import SharedTenantLedger
 from router.tenant_limits import TenantLimit, TenantLimiter
-from router.tenants import ApiKeys
+from router.tenants import DEFAULT_TENANT, ApiKeys
 from router.timing_model import TimingModel, TimingPrior
 from router.tool_format import tool_format_of
 from router.worker_registry import WorkerRegistry
@@ -56,12 +58,14 @@ class RouterCore:
     http_app: AsgiApp
     grpc_servicer: InferenceService
     metrics_registry: CollectorRegistry
-    shared_metrics: SharedMetrics
+    siblings: RouterSiblings
+    decisions: DecisionLog
     series: RouterMetrics
     hello: worker_pb2.RouterHello
     dispatcher: Dispatcher
     timing: TimingModel
     cache_view: CacheView | None  # of a policy that looks at caches
+    ledger: SharedTenantLedger | None  # where other processes share the port
 
     def record(self) -> membership_pb2.RouterRecord:
         """What an autoscaler shall know of the load offered to this router."""
@@ -83,6 +87,8 @@ class RouterCore:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
         self.encoder.close()
+        if self.ledger is not None:
+            self.ledger.close()
 
 
 def build_core(
@@ -97,14 +103,14 @@ def build_core(
     metrics_registry = new_registry()
     series = RouterMetrics(metrics_registry)
     metrics = RequestMetrics(series, limits.model_name)
-    shared_metrics = SharedMetrics(metrics_registry, settings.runtime_dir, settings.router_id)
+    siblings = RouterSiblings(settings.runtime_dir, settings.router_id)
     hello = worker_pb2.RouterHello(
         router_id=settings.router_id, incarnation=new_incarnation(), protocol_version=PROTOCOL_VERSION
     )
     registry = WorkerRegistry(hello, security, allows_local_prefill=settings.prefill_fallback == "allow")
     watch_workers(series, registry, limits.model_name)
     encoder = PromptEncoder(tokenizer, template)
-    decisions = DecisionLog()
+    decisions = DecisionLog(siblings)
     choice = choose_policy(
         settings.policy, settings.seed, TimingPrior(settings.prefill_prior_ms, settings.decode_prior_ms)
     )
@@ -114,10 +120,11 @@ def build_core(
         registry.on_workers(cache_view.worker_joined, cache_view.worker_left)
         cache_view.watch_silence(series, limits.model_name)
     dispatcher = Dispatcher(registry, choice.policy, (metrics, decisions), cache_view, choice.timing)
+    ledger = _shared_ledger(settings, keys) if settings.shares_port else None
     admission = Admission(
         registry,
         choice.timing,
-        TenantLimiter(_default_limit(settings, keys), keys.limits if keys is not None else None),
+        TenantLimiter(_default_limit(settings, keys), keys.limits if keys is not None else None, ledger),
         AdmissionSettings(
             max_requests=settings.max_concurrent_requests,
             max_waiting=settings.max_waiting_requests,
@@ -154,7 +161,7 @@ def build_core(
         service,
         parser,
         ClusterStatus(registry, service, security, cache_view),
-        shared_metrics,
+        SharedMetrics(metrics_registry, siblings),
         decisions,
         is_ready=lambda: registry.is_ready,
         keys=keys,
@@ -169,23 +176,34 @@ def build_core(
         http_app=http_app,
         grpc_servicer=InferenceService(service, parser, keys),
         metrics_registry=metrics_registry,
-        shared_metrics=shared_metrics,
+        siblings=siblings,
+        decisions=decisions,
         series=series,
         hello=hello,
         dispatcher=dispatcher,
         timing=choice.timing,
         cache_view=cache_view,
+        ledger=ledger,
     )
+
+
+def _shared_ledger(settings: RouterSettings, keys: ApiKeys | None) -> SharedTenantLedger:
+    """For several processes on one port: a tenant's limits are those of all of them together."""
+    default = _default_limit(settings, keys)
+    tenants = frozenset({DEFAULT_TENANT}) if keys is None else keys.tenants
+    limits = {} if keys is None else keys.limits
+    return SharedTenantLedger(settings.runtime_dir, {tenant: limits.get(tenant, default) for tenant in tenants})
 
 
 def _default_limit(settings: RouterSettings, keys: ApiKeys | None) -> TenantLimit:
     """Of a tenant whose line in the key file says nothing. Without keys there is one tenant, the owner: all is its."""
-    max_concurrent = settings.tenant_max_concurrent
-    if not max_concurrent and keys is not None and keys.num_tenants > 1:
-        max_concurrent = max(1, int(MAX_TENANT_SHARE * settings.max_concurrent_requests))
+    max_concurrent_here = 0
+    if not settings.tenant_max_concurrent and keys is not None and len(keys.tenants) > 1:
+        max_concurrent_here = max(1, int(MAX_TENANT_SHARE * settings.max_concurrent_requests))
     return TenantLimit(
         requests_per_s=settings.tenant_requests_per_s,
         tokens_per_s=settings.tenant_tokens_per_s,
-        max_concurrent=max_concurrent,
+        max_concurrent=settings.tenant_max_concurrent,
+        max_concurrent_here=max_concurrent_here,
         may_be_critical=keys is None,
     )

@@ -86,8 +86,8 @@ class RouterProcess:
             stack.push_async_callback(registration.stop)
             self._follow_caches(stack)
             if settings.shares_port:
-                await self._core.shared_metrics.start()
-                stack.push_async_callback(self._core.shared_metrics.stop)
+                await self._core.siblings.start()
+                stack.push_async_callback(self._core.siblings.stop)
             grpc_front = await self._start_grpc()
             self._http.start()
             if grpc_front is not None:

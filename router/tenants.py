@@ -55,8 +55,8 @@ class ApiKeys:
         self.operators = frozenset(operators)
 
     @property
-    def num_tenants(self) -> int:
-        return len(set(self._tenant_by_digest.values()))
+    def tenants(self) -> frozenset[Tenant]:
+        return frozenset(self._tenant_by_digest.values())
 
     def tenant_of(self, authorization: str) -> Tenant:
         """The tenant of an `Authorization: Bearer <key>` value. Raises `InvalidApiKey`.

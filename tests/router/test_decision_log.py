@@ -6,6 +6,7 @@ import httpx
 from tandem.v1 import common_pb2, worker_pb2
 
 from router.decision_log import DecisionLog
+from router.router_siblings import RouterSiblings
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
 
 BODY = {"model": MODEL, "prompt": "x" * 40, "max_tokens": 2}
@@ -53,13 +54,13 @@ async def test_unknown_requests_are_404(http: httpx.AsyncClient) -> None:
 
 
 async def test_the_log_is_bounded(router: RunningRouter, http: httpx.AsyncClient) -> None:
-    log = DecisionLog(max_requests=2)
+    log = DecisionLog(RouterSiblings(router.directory, "router-0"), max_requests=2)
     dispatcher = router.core.service._dispatcher
     dispatcher._listeners = (*dispatcher._listeners[:1], log)
     ids = [(await http.post("/v1/completions", json=BODY)).json()["id"] for _ in range(3)]
-    assert log.explain(ids[0]) is None
-    assert log.explain(ids[1]) is not None
-    assert log.explain(ids[2]) is not None
+    assert await log.explain(ids[0]) is None
+    assert await log.explain(ids[1]) is not None
+    assert await log.explain(ids[2]) is not None
 
 
 async def test_a_prompt_that_was_prefilled_elsewhere_is_a_counted_fallback(

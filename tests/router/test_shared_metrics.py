@@ -12,7 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.telemetry import RouterMetrics, new_registry
-from router import shared_metrics
+from router import router_siblings
+from router.router_siblings import RouterSiblings
 from router.shared_metrics import SharedMetrics, added_up
 from tests.router.conftest import MODEL, StartRouter
 
@@ -22,23 +23,23 @@ def value(text: bytes, name: str, **labels: str) -> float:
     return next(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
 
-def process(directory: Path, number: int) -> tuple[SharedMetrics, RouterMetrics]:
-    registry = new_registry()
-    return SharedMetrics(registry, directory, f"router-{number}"), RouterMetrics(registry)
+def process(directory: Path, number: int) -> tuple[SharedMetrics, RouterMetrics, RouterSiblings]:
+    registry, siblings = new_registry(), RouterSiblings(directory, f"router-{number}")
+    return SharedMetrics(registry, siblings), RouterMetrics(registry), siblings
 
 
 async def test_counters_and_histograms_are_added_up_and_what_all_see_alike_is_not(socket_directory: Path) -> None:
     async with AsyncExitStack() as stack:
         processes = [process(socket_directory, number) for number in range(3)]
-        for number, (shared, series) in enumerate(processes):
-            await shared.start()
-            stack.push_async_callback(shared.stop)
+        for number, (_, series, siblings) in enumerate(processes):
+            await siblings.start()
+            stack.push_async_callback(siblings.stop)
             series.prompt_tokens.labels("m").inc(10 * (number + 1))
             series.requests_ended.labels("m", f"reason-{number}").inc()
             series.time_to_first_token.labels("m").observe(0.03)
             series.workers.labels("m", "decode", "ready").set(4 - number)
             series.redis_up.set(number != 1)
-        for shared, _ in processes:  # whichever is asked
+        for shared, _, _ in processes:  # whichever is asked
             text = await shared.exposition()
             assert value(text, "tandem_prompt_tokens_total", model="m") == 60
             assert value(text, "tandem_request_success_total", finished_reason="reason-2") == 1
@@ -47,7 +48,7 @@ async def test_counters_and_histograms_are_added_up_and_what_all_see_alike_is_no
             assert value(text, "tandem_workers", role="decode", state="ready") == 4
             assert value(text, "tandem_redis_up") == 0
             assert value(text, "tandem_router_processes") == 3
-        await processes[0][0].stop()
+        await processes[0][2].stop()
         assert value(await processes[1][0].exposition(), "tandem_prompt_tokens_total") == 50
 
 
@@ -62,15 +63,15 @@ def silent_socket(path: Path) -> Iterator[None]:
 async def test_a_killed_or_silent_process_is_left_out_and_keeps_nobody_waiting(
     socket_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_metrics, "ANSWER_TIMEOUT_S", 0.2)
-    shared, series = process(socket_directory, 0)
+    monkeypatch.setattr(router_siblings, "ANSWER_TIMEOUT_S", 0.2)
+    shared, series, siblings = process(socket_directory, 0)
     series.prompt_tokens.labels("m").inc(7)
-    with silent_socket(socket_directory / "router-1.metrics"):
+    with silent_socket(socket_directory / "router-1.router"):
         pass  # its file stays, nobody listens
-    with silent_socket(socket_directory / "router-2.metrics"):
-        await shared.start()
+    with silent_socket(socket_directory / "router-2.router"):
+        await siblings.start()
         text = await shared.exposition()
-        await shared.stop()
+        await siblings.stop()
     assert value(text, "tandem_prompt_tokens_total") == 7
     assert value(text, "tandem_router_processes") == 1
 

@@ -81,7 +81,7 @@ def test_the_key_file_says_what_a_tenant_may_take(tmp_path: Path) -> None:
         f"bob {'b' * 64}",
     )
     keys = read_api_keys(path)
-    assert keys.num_tenants == 2
+    assert len(keys.tenants) == 2
     assert keys.limits == {ALICE: TenantLimit(2.5, 1000.0, 4, 2.0, True)}
 
 
