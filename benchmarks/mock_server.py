@@ -1,8 +1,9 @@
 """An OpenAI server with one mock engine in it: what other people's routers are put in front of.
 
-The engine, its prefix cache and its timing model are those of our mock workers; only the way in differs: HTTP here, a
-gRPC session there. `python -m benchmarks.mock_server --port 9000`; `GET /counts` says what it was asked and what it
-found in its cache. It knows nothing of sampling parameters: an answer has `max_tokens` tokens.
+The engine, its prefix cache and its timing model are those of our mock workers, and chats go through the same template,
+so a prompt has the same tokens on either; only the way in differs: HTTP here, a gRPC session there. `python -m
+benchmarks.mock_server --port 9000`; `GET /counts` says what it was asked and what it found in its cache. It knows
+nothing of sampling parameters: an answer has `max_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from cluster.chat_template import ChatTemplate
+from cluster.errors import StartupError
 from cluster.identity import RequestId
 from cluster.model_files import DEFAULT_MODEL, resolve_model
 from cluster.sampling_params import SamplingParams
@@ -40,9 +43,14 @@ class MockServer:
     """An ASGI application. Owned by its process."""
 
     def __init__(self, tokenizer: Tokenizer, timing: StepTiming) -> None:
+        """Raises `StartupError` for a model without a chat template."""
         limits = EngineLimits(max_model_len=MAX_MODEL_LEN)
         pool = BlockPool(DEFAULT_NUM_BLOCKS, BLOCK_TOKENS, "mock")
         self._tokenizer = tokenizer
+        vocabulary = tokenizer.vocabulary
+        if vocabulary.chat_template is None:
+            raise StartupError("the model has no chat template: its server has no chats to answer")
+        self._template = ChatTemplate(vocabulary.chat_template, vocabulary.special_tokens)
         self._engine = MockEngine(timing, pool, limits, vocab_size=tokenizer.vocab_size, num_layers=NUM_LAYERS)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[RequestId, asyncio.Queue[SequenceOutput]] = {}
@@ -109,8 +117,7 @@ class MockServer:
 
     def _token_ids(self, body: dict[str, Any], *, is_chat: bool) -> Sequence[int]:
         if is_chat:
-            text = "\n".join(str(message["content"]) for message in body["messages"])
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(self._template.render(body["messages"]), add_special_tokens=False)
         prompt = body["prompt"]
         return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 

@@ -4,7 +4,8 @@
     vllm-router    8 x benchmarks.mock_server behind it               client ─HTTP─> router ─HTTP─> mock servers
     sglang-router  the same
 
-    routing   documents asked about several times: TTFT, cache hits, the busiest worker's requests over the mean
+    routing   documents asked about several times: TTFT, cache hits, the most hits that any routing could have (each
+              document computed once), the busiest worker's requests over the mean
     cost      engines that take no time, one-token answers: added latency of a request alone over asking a mock server
               directly, requests/s at 64 in flight, and requests for each second of the router's own CPU time
 
@@ -34,13 +35,18 @@ from typing import Any
 import psutil
 
 from benchmarks.cluster_under_test import started_cluster
+from benchmarks.mock_server import BLOCK_TOKENS
 from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient, StreamCapture
 from benchmarks.peer_servers import PeerServer, free_port, started_peer
 from benchmarks.routed_run import RoutedRun, imbalance, run_workload
 from benchmarks.routing_workloads import Traffic, documents, single_token_words
 from benchmarks.workload import ChatMessage, PlannedRequest
+from cluster.block_hash import HashScope
+from cluster.chat_template import ChatTemplate
+from cluster.identity import BlockHash
 from cluster.model_files import DEFAULT_MODEL, resolve_model, served_name
 from cluster.tokenizer import load_tokenizer
+from router.cache_view import prompt_hashes
 
 NUM_WORKERS = 8
 NO_TIME = "0,0,0"
@@ -155,9 +161,27 @@ def _router_processes(url: str) -> list[psutil.Process]:
 def routing_row(name: str, run: RoutedRun, spread: Counter[str]) -> str:
     failed = f"; FAILED {dict(run.failures)}" if run.failures else ""
     return (
-        f"| {name} | {run.ttft_percentile_ms(0.5):.0f} | {run.ttft_percentile_ms(0.99):.0f} | {run.hit_rate:.0%} | "
+        f"| {name} | {run.ttft_percentile_ms(0.5):.0f} | {run.ttft_percentile_ms(0.99):.0f} | {run.hit_rate:.1%} | "
         f"{imbalance(spread, NUM_WORKERS):.2f} |{failed}"
     )
+
+
+def most_hits(planned: Sequence[PlannedRequest]) -> float:
+    """The share of tokens found when whatever was asked before is in the cache of whoever is asked."""
+    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL))
+    vocabulary = tokenizer.vocabulary
+    template = ChatTemplate(vocabulary.chat_template or "", vocabulary.special_tokens)
+    known: set[BlockHash] = set()
+    num_tokens = num_found = 0
+    for request in planned:
+        messages = [{"role": message.role, "content": message.content} for message in request.messages]
+        token_ids = tokenizer.encode(template.render(messages), add_special_tokens=False)
+        hashes = prompt_hashes(token_ids, HashScope(b"", "mock", BLOCK_TOKENS))
+        num_tokens += len(token_ids)
+        reusable = hashes[: (len(token_ids) - 1) // BLOCK_TOKENS]
+        num_found += BLOCK_TOKENS * next((at for at, name in enumerate(reusable) if name not in known), len(reusable))
+        known.update(hashes)
+    return num_found / num_tokens
 
 
 async def measure_routing(front: Front, planned: list[PlannedRequest]) -> tuple[RoutedRun, Counter[str]]:
@@ -263,6 +287,7 @@ def compare_routing(names: Sequence[str], arguments: argparse.Namespace, words: 
         own_tokens=40,
     )
     own = OwnRouter(arguments.policy, arguments.processes)
+    print(f"every document computed once: {most_hits(planned):.1%} cached")
     print("| router | TTFT p50 ms | p99 ms | cached | max/mean |\n|---|---|---|---|---|")
     for name in names:
         with started_front(name, arguments.routers, ROUTED_TIMING, own) as front:

@@ -18,22 +18,26 @@ EXPECTED_OUTPUT_TOKENS = 256
 class Booking:
     """One placement's share of its workers' load."""
 
-    __slots__ = ("_decode", "_kv_tokens", "_on_released", "_prefill", "_prefill_tokens")
+    __slots__ = ("_clock", "_decode", "_kv_tokens", "_on_released", "_prefill", "_prefill_tokens")
 
     def __init__(
         self,
         placement: Placement,
         num_prompt_tokens: int,
         max_tokens: int,
-        now_s: float,
+        clock: Callable[[], float],
         on_released: Callable[[], None] | None = None,
     ) -> None:
         """`on_released` is called when a part is given back; it must not block."""
+        now_s = clock()
+        self._clock = clock
         self._on_released = on_released
         self._decode: WorkerState | None = placement.decode
         self._prefill: WorkerState | None = placement.prefill[0] if placement.prefill else placement.decode
         self._prefill_tokens = max(0, num_prompt_tokens - placement.expected_cached_tokens)
         self._kv_tokens = num_prompt_tokens + min(max_tokens, EXPECTED_OUTPUT_TOKENS)
+        if not self._prefill.booked_prefills:
+            self._prefill.prefill_since_s = now_s
         self._prefill.booked_prefills += 1
         self._prefill.booked_prefill_tokens += self._prefill_tokens
         self._prefill.add_recent_tokens(self._prefill_tokens, now_s)
@@ -49,6 +53,7 @@ class Booking:
         if prefill is None:
             return
         prefill.booked_prefills -= 1
+        prefill.prefill_since_s = self._clock()  # the next one's turn
         prefill.booked_prefill_tokens -= self._prefill_tokens
         if prefill is not self._decode:
             prefill.booked_requests -= 1

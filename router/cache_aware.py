@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from cluster.errors import NoWorkersAvailable
 from router.hot_prefixes import HotPrefixes
-from router.load_policies import FULL_POOL, MAX_PREFILL_CHOICES, full_pool_ms
+from router.load_policies import FULL_POOL, MAX_PREFILL_CHOICES, full_pool_ms, left_of_booked_ms
 from router.placement import (
     RETRY_AFTER_S,
     Candidate,
@@ -100,7 +100,7 @@ class CacheAware:
         self._hot = HotPrefixes()
 
     def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
-        decodes = self._score_decodes(request, eligible_decode(request, snapshot))
+        decodes = self._score_decodes(request, eligible_decode(request, snapshot), now_s)
         prefills = self._score_prefills(request, snapshot, now_s)
         # A copy of a hot prefix is made by whoever of those without it is best.
         able = prefills or [scored for scored in decodes if scored.worker.role is Role.AGGREGATED]
@@ -110,8 +110,10 @@ class CacheAware:
             snapshot,
             copying if copying and not prefills else decodes,
             copying if copying and prefills else prefills,
+            now_s,
         )
-        is_wanted_local = pair.prefill is not None and not copying and self._prefers_local(request, snapshot, pair)
+        is_remote = pair.prefill is not None and not copying
+        is_wanted_local = is_remote and self._prefers_local(request, snapshot, pair, now_s)
         chosen: list[WorkerState] = []
         if pair.prefill is not None and not is_wanted_local:
             chosen = [pair.prefill.worker, *_alternatives(pair, prefills)]
@@ -149,9 +151,11 @@ class CacheAware:
             cached = cached_tokens.get(worker.worker_id, 0)
             uncached = num_tokens - cached
             booked = worker.booked_prefill_tokens
-            queue_ms = c0 + c1 * booked + c2 * booked * booked / 2 if booked else 0.0
-            if worker.reported_queue_ms > queue_ms and now_s - worker.load_at_s <= REPORT_FRESH_S:
-                queue_ms = worker.reported_queue_ms
+            queue_ms = 0.0
+            if booked:
+                queue_ms = left_of_booked_ms(worker, c0 + c1 * booked + c2 * booked * booked / 2, now_s)
+            if worker.reported_queue_ms > queue_ms and (age_s := now_s - worker.load_at_s) <= REPORT_FRESH_S:
+                queue_ms = max(queue_ms, worker.reported_queue_ms - age_s * 1000)
             compute_ms = c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)
             evicted = uncached - worker.never_used_blocks * worker.block_tokens if worker.capacity_tokens else 0
             evict_ms = EVICTION_WEIGHT * c1 * evicted if evicted > 0 else 0.0
@@ -164,7 +168,7 @@ class CacheAware:
         scored.sort()
         return scored
 
-    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState]) -> list[_Scored]:
+    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState], now_s: float) -> list[_Scored]:
         """The best first."""
         num_tokens, cached_tokens, settings = request.num_prompt_tokens, request.cached_tokens, self._settings
         alpha, beta, gamma = self._timing.decode_coefficients
@@ -179,7 +183,7 @@ class CacheAware:
             transfer_ms = queue_ms = prefill_ms = 0.0
             missing = num_tokens - cached_tokens.get(worker.worker_id, 0)
             if worker.role is Role.AGGREGATED:
-                queue_ms = self._own_queue_ms(worker, step_ms)
+                queue_ms = self._own_queue_ms(worker, step_ms, now_s)
                 prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker, step_ms)
             else:
                 kind = (missing, worker.kv_bytes_per_token, worker.num_layers)
@@ -206,13 +210,13 @@ class CacheAware:
             self._settings.round_trip_ms,
         )
 
-    def _local_ms(self, request: RequestView, decode: _Scored) -> float:
+    def _local_ms(self, request: RequestView, decode: _Scored, now_s: float) -> float:
         """Prefilling where it is decoded; no transfer then."""
         worker = decode.worker
         cached = request.cached_tokens.get(worker.worker_id, 0)
         step_ms = decode.terms_ms[DECODE_TERMS.index("step")]
         own_ms = self._own_prefill_ms(request.num_prompt_tokens - cached, cached, worker, step_ms)
-        own_ms += self._own_queue_ms(worker, step_ms)
+        own_ms += self._own_queue_ms(worker, step_ms, now_s)
         return own_ms + decode.total_ms - decode.terms_ms[DECODE_TERMS.index("transfer")]
 
     def _own_prefill_ms(self, num_uncached: int, num_cached: int, worker: WorkerState, step_ms: float) -> float:
@@ -223,10 +227,13 @@ class CacheAware:
             streams_ms = _steps_between(num_uncached, worker) * step_ms
         return (1 + WORK_WEIGHT) * own_ms + streams_ms
 
-    def _own_queue_ms(self, worker: WorkerState, step_ms: float) -> float:
+    def _own_queue_ms(self, worker: WorkerState, step_ms: float, now_s: float) -> float:
         """What is booked on a worker that decodes goes before."""
         booked = worker.booked_prefill_tokens
-        return self._prefill_ms(booked, 0) + _steps_between(booked, worker) * step_ms if booked else 0.0
+        if not booked:
+            return 0.0
+        booked_ms = self._prefill_ms(booked, 0) + _steps_between(booked, worker) * step_ms
+        return left_of_booked_ms(worker, booked_ms, now_s)
 
     def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:
         c0, c1, c2 = self._timing.prefill_coefficients
@@ -250,6 +257,7 @@ class CacheAware:
         snapshot: ClusterSnapshot,
         decodes: Sequence[_Scored],
         prefills: Sequence[_Scored],
+        now_s: float,
     ) -> _Pair:
         pairs: list[_Pair] = []
         for decode in decodes[:NUM_PAIRED]:
@@ -259,7 +267,7 @@ class CacheAware:
             best = list(islice(_allowed(prefills, decode), NUM_PAIRED))
             pairs += [_Pair(decode, prefill, decode.total_ms + prefill.total_ms) for prefill in best]
             if not best and snapshot.allows_local_prefill:
-                pairs.append(_Pair(decode, None, self._local_ms(request, decode)))
+                pairs.append(_Pair(decode, None, self._local_ms(request, decode, now_s)))
         if not pairs:
             raise NoWorkersAvailable(
                 "no prefill worker is ready and local prefill is not allowed",
@@ -272,13 +280,13 @@ class CacheAware:
         chosen = min(tied, key=lambda pair: (pair.num_in_flight, pair.last_chosen_s, self._chance.random()))
         return replace(chosen, is_tied=len(tied) > 1)
 
-    def _prefers_local(self, request: RequestView, snapshot: ClusterSnapshot, pair: _Pair) -> bool:
+    def _prefers_local(self, request: RequestView, snapshot: ClusterSnapshot, pair: _Pair, now_s: float) -> bool:
         worker = pair.decode.worker
         capacity = worker.capacity_tokens
         used_tokens = max(worker.used_tokens, worker.booked_kv_tokens)
         if not snapshot.allows_local_prefill or (capacity and used_tokens > FULL_POOL * capacity):
             return False
-        local_ms = self._local_ms(request, pair.decode)
+        local_ms = self._local_ms(request, pair.decode, now_s)
         return local_ms + max(self._settings.local_gain_ms, NEAR_TIE_SHARE * local_ms) < pair.total_ms
 
 

@@ -180,7 +180,7 @@ class Dispatcher:
         )
         placement = self.policy.place(request, self._candidates(now_s), now_s)
         session = self._registry.session_of(placement.decode)
-        booking = Booking(placement, request.num_prompt_tokens, request.max_tokens, now_s, self._room_changed)
+        booking = Booking(placement, request.num_prompt_tokens, request.max_tokens, self._clock, self._room_changed)
         for worker in (placement.decode, *placement.prefill[:1]):
             worker.circuit = circuit.on_sent(worker.circuit, now_s)
         try:

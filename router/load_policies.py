@@ -19,6 +19,7 @@ from router.worker_state import REPORT_FRESH_S, WorkerState
 # A decode worker connects to these in turn when one fails: enough to survive a failure, few enough to send along.
 MAX_PREFILL_CHOICES = 3
 FULL_POOL, FULL_POOL_WEIGHT_MS = 0.85, 1e4
+LATE_SHARE = 0.1  # of a prompt's predicted time
 
 
 class LeastLoaded:
@@ -90,11 +91,25 @@ def prefill_queue_ms(worker: WorkerState, timing: TimingModel, now_s: float) -> 
 
     Other routers' requests show only in the report; ours that the report does not have yet only in the booking.
     """
-    booked_ms = waiting_ms(worker.booked_prefill_tokens, timing)
-    if now_s - worker.load_at_s > REPORT_FRESH_S:
+    booked_ms = left_of_booked_ms(worker, waiting_ms(worker.booked_prefill_tokens, timing), now_s)
+    age_s = now_s - worker.load_at_s
+    if age_s > REPORT_FRESH_S:
         return booked_ms
-    reported_ms = max(worker.load.queue_ms, waiting_ms(worker.load.waiting_tokens, timing))
+    reported_ms = max(worker.load.queue_ms, waiting_ms(worker.load.waiting_tokens, timing)) - age_s * 1000
     return max(booked_ms, reported_ms)
+
+
+def left_of_booked_ms(worker: WorkerState, booked_ms: float, now_s: float) -> float:
+    """What is left of the prefill of all that is booked: the first prompt's turn came a while ago.
+
+    A wait that does not shrink would send those who could wait for the holder of their prefix to compute it elsewhere.
+    One that is late is not known to be done: a tenth of it stays.
+    """
+    num_prompts = worker.booked_prefills
+    if not num_prompts:
+        return booked_ms
+    behind_ms = booked_ms * (num_prompts - 1 + LATE_SHARE) / num_prompts
+    return max(booked_ms - (now_s - worker.prefill_since_s) * 1000, behind_ms)
 
 
 def waiting_ms(num_tokens: int, timing: TimingModel) -> float:

@@ -54,6 +54,7 @@ class WorkerState:
     booked_requests: int = 0
     booked_prefills: int = 0  # prompts whose first token has not come
     booked_prefill_tokens: int = 0
+    prefill_since_s: float = 0.0  # when the turn of the first of these came
     booked_kv_tokens: int = 0
     last_chosen_s: float = 0.0
     # The last report's numbers as plain ones: a decision over a thousand workers reads them many times.

@@ -119,7 +119,7 @@ class Front:
         match = self.view.match(hashes, self._scope.block_tokens, num_tokens)
         request = RequestView(num_tokens, max_tokens, hashes, match.tokens, match.longest, excluded)
         placement = self._policy.place(request, self.snapshot(), now_s)
-        booking = Booking(placement, num_tokens, max_tokens, now_s, self.admission.room_changed)
+        booking = Booking(placement, num_tokens, max_tokens, lambda: self._events.now_s, self.admission.room_changed)
         if hashes:
             for state in (placement.decode, *placement.prefill[:1]):
                 self.view.chosen(state.worker_id, hashes)

@@ -85,7 +85,7 @@ class SimulatedCluster:
             longest_match=match.longest,
         )
         placement = self.policy.place(request, ClusterSnapshot(self.prefill, self.decode), self.now_s)
-        booking = Booking(placement, len(token_ids), 64, self.now_s)
+        booking = Booking(placement, len(token_ids), 64, lambda: self.now_s)
         self.placements.append(placement)
         computing = placement.prefill[0] if placement.prefill else placement.decode
         self.view.chosen(computing.worker_id, hashes)

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from tandem.v1 import worker_pb2
@@ -15,8 +16,8 @@ from cluster.identity import BlockHash, WorkerId
 from router.bookings import Booking
 from router.cache_aware import CacheAware, CacheAwareSettings
 from router.hot_prefixes import HotPrefixes
-from router.load_policies import LeastLoaded, RoundRobin
-from router.placement import ClusterSnapshot, PlacementPolicy, RequestView
+from router.load_policies import LeastLoaded, RoundRobin, left_of_booked_ms
+from router.placement import ClusterSnapshot, Placement, PlacementPolicy, RequestView
 from router.policies import DEFAULT_PRIOR, choose_policy
 from router.timing_model import TimingModel
 from router.worker_state import Role, WorkerState
@@ -46,12 +47,17 @@ def _make(name: str) -> PlacementPolicy:
     return _cache_aware() if name == "cache_aware" else choose_policy(name, 1).policy
 
 
+def at(now_s: float) -> Callable[[], float]:
+    """A clock that stands."""
+    return lambda: now_s
+
+
 def _spread(policy: PlacementPolicy, snapshot: ClusterSnapshot, count: int, num_tokens: int = 1000) -> Counter[str]:
     """Places requests that all stay; who got them as prefill worker."""
     counts: Counter[str] = Counter()
     for number in range(count):
-        placement = policy.place(_request(num_tokens), snapshot, float(number))
-        Booking(placement, num_tokens, 64, float(number))
+        placement = policy.place(_request(num_tokens), snapshot, number / 1000)
+        Booking(placement, num_tokens, 64, at(number / 1000))
         counts[placement.prefill[0].worker_id] += 1
     return counts
 
@@ -148,7 +154,7 @@ def test_a_hot_session_does_not_bury_its_worker() -> None:
     counts: Counter[str] = Counter()
     for number in range(80):
         placement = policy.place(_request(session_key="hot"), snapshot, float(number))
-        Booking(placement, 1000, 64, float(number))
+        Booking(placement, 1000, 64, at(float(number)))
         counts[placement.prefill[0].worker_id] += 1
     assert max(counts.values()) <= 1.3 * 20
 
@@ -173,7 +179,7 @@ def test_rt30_rt39_a_stale_idle_report_does_not_outweigh_what_is_booked() -> Non
     counts: Counter[str] = Counter()
     for number in range(20):
         placement = policy.place(_request(2000), snapshot, 2.0)
-        Booking(placement, 2000, 64, 2.0 + number)
+        Booking(placement, 2000, 64, at(2.0 + number))
         counts[placement.prefill[0].worker_id] += 1
     assert counts[frozen.worker_id] == 10
     assert counts[other.worker_id] == 10
@@ -208,7 +214,7 @@ def test_rt3_every_decode_worker_is_used_also_one_that_comes_late_and_has_not_re
         request = _request(500, session_key=f"session {number}")
         placement = policy.place(request, ClusterSnapshot(snapshot.prefill, decode), number / 100)
         counts[placement.decode.worker_id] += 1
-        open_bookings.append(Booking(placement, 500, 64, number / 100))
+        open_bookings.append(Booking(placement, 500, 64, at(number / 100)))
         if len(open_bookings) > 32:
             open_bookings.pop(0).release()
     assert len(counts) == 5
@@ -218,7 +224,7 @@ def test_rt3_every_decode_worker_is_used_also_one_that_comes_late_and_has_not_re
 def test_rt38_what_was_booked_on_a_worker_that_left_and_came_back_goes_with_its_old_state() -> None:
     snapshot = _snapshot(1, 1)
     placement = LeastLoaded(TimingModel(DEFAULT_PRIOR)).place(_request(), snapshot, 0.0)
-    booking = Booking(placement, 1000, 64, 0.0)
+    booking = Booking(placement, 1000, 64, at(0.0))
     again = worker("decode-0", Role.DECODE)  # another incarnation: another state
     booking.release()
     booking.release()
@@ -241,14 +247,14 @@ def test_rt61_another_routers_bookings_change_nothing_that_ours_reads() -> None:
     ours, theirs = _snapshot(2, 2), _snapshot(2, 2)
     policy = _make("least_loaded")
     for number in range(50):
-        Booking(policy.place(_request(), theirs, float(number)), 1000, 64, float(number))
+        Booking(policy.place(_request(), theirs, float(number)), 1000, 64, at(float(number)))
     assert all(state.booked_requests == 0 for state in (*ours.prefill, *ours.decode))
 
 
 def test_rt37_prefill_is_charged_the_prompt_and_decode_the_kv() -> None:
     snapshot = _snapshot(1, 1)
     placement = LeastLoaded(TimingModel(DEFAULT_PRIOR)).place(_request(1000), snapshot, 0.0)
-    booking = Booking(placement, 1000, 64, 0.0)
+    booking = Booking(placement, 1000, 64, at(0.0))
     prefill, decode = snapshot.prefill[0], snapshot.decode[0]
     assert (prefill.booked_prefill_tokens, prefill.booked_kv_tokens) == (1000, 0)
     assert (decode.booked_prefill_tokens, decode.booked_kv_tokens) == (0, 1064)
@@ -407,6 +413,51 @@ def test_rt57_a_loaded_worker_with_the_prefix_loses_to_an_idle_one_without() -> 
     cached = {snapshot.prefill[0].worker_id: 992}
     placement = _cache_aware().place(_request(1000, cached_tokens=cached), snapshot, 0.0)
     assert placement.prefill[0] is snapshot.prefill[1]
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.AGGREGATED])
+def test_a_hit_waits_for_what_is_left_of_the_prompt_before_it(role: Role) -> None:
+    """Computing 2,000 tokens takes 1.7 s; behind another such prompt the holder has 1.7 s, and later 0.4 s, to go."""
+    workers = [worker("holder", role), worker("idle", role)]
+    snapshot = ClusterSnapshot([], workers)
+    if role is Role.PREFILL:
+        snapshot = ClusterSnapshot(workers, [worker("decode-0", Role.DECODE)])
+    policy = _cache_aware()
+    before = (
+        Placement("test", workers[0]) if role is Role.AGGREGATED else Placement("test", snapshot.decode[0], workers)
+    )
+    Booking(before, 3000, 64, at(0.0))
+    cached = {workers[0].worker_id: 1984}
+
+    def chosen(now_s: float) -> WorkerState:
+        placement = policy.place(_request(2000, cached_tokens=cached), snapshot, now_s)
+        return placement.prefill[0] if placement.prefill else placement.decode
+
+    assert chosen(0.0) is workers[1]
+    assert chosen(2.2) is workers[0]
+
+
+def test_what_is_booked_shrinks_while_it_is_computed_but_never_below_what_waits_behind() -> None:
+    state, now_s = worker("prefill-0"), [10.0]
+    placement = Placement("test", worker("decode-0", Role.DECODE), [state])
+    first, second = (Booking(placement, 1000, 64, lambda: now_s[0]) for _ in range(2))
+    assert left_of_booked_ms(state, 400.0, 10.0) == 400.0
+    assert left_of_booked_ms(state, 400.0, 10.15) == pytest.approx(250.0)
+    assert left_of_booked_ms(state, 400.0, 11.0) == pytest.approx(220.0), "late is not done"
+    now_s[0] = 11.0
+    first.first_token()
+    assert left_of_booked_ms(state, 200.0, 11.05) == pytest.approx(150.0), "the second one's turn began then"
+    second.release()
+    assert left_of_booked_ms(state, 0.0, 11.05) == 0.0
+
+
+@pytest.mark.parametrize("name", ["cache_aware", "least_loaded", "power_of_two"])
+def test_a_reported_queue_grows_old(name: str) -> None:
+    """900 ms reported 0.8 s ago are 100 ms."""
+    snapshot = _snapshot(2, 1)
+    snapshot.prefill[0].take_report(worker_pb2.LoadReport(queue_ms=900.0), 10.0)
+    snapshot.prefill[1].take_report(worker_pb2.LoadReport(queue_ms=300.0), 10.8)
+    assert _make(name).place(_request(), snapshot, 10.8).prefill[0] is snapshot.prefill[0]
 
 
 def test_an_idle_prefill_worker_takes_short_and_long_prompts_alike() -> None:
