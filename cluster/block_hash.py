@@ -12,6 +12,7 @@ A hash is a name, not a proof: `engine.prefix_cache` compares token ids on every
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -53,6 +54,12 @@ class HashChain:
         self.block_tokens = scope.block_tokens
         self.hashes: list[BlockHash] = []
         self._keyed = blake2b(key=scope.seed(), digest_size=HASH_BYTES)
+
+    def fork(self) -> HashChain:
+        """The same hashes, to be extended apart."""
+        twin = copy.copy(self)
+        twin.hashes = list(self.hashes)
+        return twin
 
     def extend(self, token_ids: npt.NDArray[np.int32]) -> None:
         """Hashes the full blocks that are new. `token_ids` is the whole sequence from its start."""

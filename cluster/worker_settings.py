@@ -96,6 +96,16 @@ class PoolSettings(BaseModel):
     max_waiting: int = Field(default=256, ge=1, description="bound of the waiting queue")
     kv_cache_bytes: int = Field(default=0, ge=0, description="0: a share of free memory, at most 1 GiB")
     num_kv_blocks: int = Field(default=0, ge=0, description="0: from kv_cache_bytes")
+    kv_host_tier_bytes: int = Field(
+        default=0, ge=0, description="host memory of each for KV blocks that its pool evicts; 0: none"
+    )
+    kv_disk_tier: str = Field(
+        default="",
+        description="a folder for KV blocks that pools evict, which workers share and which outlives them; empty: none",
+    )
+    kv_disk_tier_bytes: int = Field(
+        default=10 * 2**30, ge=0, description="of the folder's files at most, whoever wrote them"
+    )
 
 
 class WorkerSettings(EngineSettings, PoolSettings, ProcessSettings):

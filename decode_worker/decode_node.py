@@ -46,6 +46,7 @@ from kv_transfer.hello import HandoffIdentity
 from kv_transfer.host import read_host_id
 from kv_transfer.landing_table import LandingTable
 from kv_transfer.protocol_limits import ProtocolLimits
+from kv_transfer.tiers.opening import open_tiers
 
 if TYPE_CHECKING:
     from engine.runner_factory import BuiltRunner
@@ -100,7 +101,7 @@ class DecodeNode:
         fallbacks = Fallbacks()
         if not frame_copy.is_native():
             fallbacks.took("kv copy", wanted="native", used="python", reason="library_missing")
-        return cls(context, open_engine(context, fallbacks, _open_speculator), fallbacks)
+        return cls(context, open_engine(context, fallbacks, open_tiers, _open_speculator), fallbacks)
 
     # --- as its process drives it -------------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class DecodeNode:
         return record
 
     def reset_prefix_cache(self) -> int:
-        return self._parts.pool.reset_prefix_cache()
+        return self._parts.reset_prefix_cache()
 
     def status(self) -> worker_pb2.WorkerStatus:
         status = self._parts.status(self._context)

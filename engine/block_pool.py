@@ -3,7 +3,7 @@
     FREE ──allocate──> OWNED ──last release──> CACHED when published, else FREE
      ^                   │ ^──match_prefix──────┘ │
      │                   └──quarantine──> QUARANTINED ──unquarantine──> FREE
-     └───────────────eviction (least recently used)──┘
+     └───────────────eviction (least recently used)──┘  whoever saves below has copied it before (`save_below`)
 
 Every block is in exactly one state. A `BlockRef` names a block at one generation; the generation moves on when the last
 reference is dropped, so a late or double release is an error and never touches the next owner.
@@ -15,9 +15,11 @@ extends; no call holds it for longer than its own list of blocks. A failed alloc
 from __future__ import annotations
 
 import enum
+import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.block_hash import HashChain, HashScope
@@ -50,6 +52,14 @@ class BlockState(enum.Enum):
     OWNED = "owned"
     CACHED = "cached"  # published and referenced by nobody
     QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True)
+class EvictionCounts:
+    """Cached blocks that made room, since lower tiers keep copies (`BlockPool.save_below`)."""
+
+    saved: int = 0  # a lower tier has a copy
+    lost: int = 0  # none has: they came back faster than they could be copied
 
 
 class KvEvents(Protocol):
@@ -95,6 +105,10 @@ class BlockPool:
         self._entry: list[CacheEntry | None] = [None] * num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, CacheEntry] = OrderedDict()  # least recently used first
+        # Of the cached ones, those that no lower tier is known to have, in the same order.
+        self._unsaved: OrderedDict[int, CacheEntry] = OrderedDict()
+        self._wake_saver: Callable[[], None] | None = None
+        self._evictions = EvictionCounts()
         self._num_owned = 0
         self._num_quarantined = 0
         self._cache = PrefixCache(block_tokens)
@@ -213,6 +227,41 @@ class BlockPool:
             self._tell_freed()
         return len(entries)
 
+    # --- lower tiers --------------------------------------------------------------------------------------------------
+
+    def save_below(self, wake: Callable[[], None]) -> None:
+        """From now on a lower tier keeps copies of what may be evicted. `wake` is called, under the lock, when
+        `oldest_unsaved` has something to say: it must only take a note."""
+        with self._lock:
+            self._wake_saver = wake
+            self._unsaved = OrderedDict((block, entry) for block, entry in self._cached.items() if not entry.is_saved)
+            if self._unsaved:
+                wake()
+
+    def oldest_unsaved(self, max_blocks: int) -> list[CacheEntry]:
+        """Cached blocks that have no copy below yet, the first to be evicted first.
+
+        Takes no reference: who copied one must see that its entry `is_live` still before it uses the copy.
+        """
+        with self._lock:
+            return list(itertools.islice(self._unsaved.values(), max_blocks))
+
+    @property
+    def num_unsaved(self) -> int:
+        """Cached blocks that have no copy below yet."""
+        return len(self._unsaved)
+
+    def was_saved(self, entry: CacheEntry, *, is_kept: bool) -> None:
+        """The entry was copied below; not `is_kept`: no tier took it, and it is not asked for again while it lies."""
+        with self._lock:
+            entry.is_saved = is_kept and entry.is_live
+            if self._unsaved.get(entry.block) is entry:
+                del self._unsaved[entry.block]
+
+    @property
+    def evictions(self) -> EvictionCounts:
+        return self._evictions
+
     # --- quarantine -------------------------------------------------------------------------------------------------
 
     def quarantine(self, refs: Sequence[BlockRef]) -> None:
@@ -291,6 +340,8 @@ class BlockPool:
             block = entry.block
             if self._state[block] is BlockState.CACHED:
                 del self._cached[block]
+                self._unsaved.pop(block, None)
+                entry.is_saved = False  # a tier that has it may drop it while it is used here: asked again
                 self._state[block] = BlockState.OWNED
                 self._num_owned += 1
             self._num_refs[block] += 1
@@ -311,6 +362,9 @@ class BlockPool:
         else:
             self._state[block] = BlockState.CACHED
             self._cached[block] = entry
+            if self._wake_saver is not None:
+                self._unsaved[block] = entry
+                self._wake_saver()
         return 1
 
     def _make_free(self, block: int) -> None:
@@ -324,6 +378,8 @@ class BlockPool:
         while len(self._free) < num_blocks and self._cached:
             oldest = next(iter(self._cached.values()))
             removed = self._cache.remove(oldest)
+            if self._wake_saver is not None:
+                self._count_evicted(removed)
             self._unpublish(removed)
             hashes.extend(entry.block_hash for entry in removed)
         if self._events is not None:
@@ -336,9 +392,16 @@ class BlockPool:
             self._entry[entry.block] = None
             if self._state[entry.block] is BlockState.CACHED:
                 del self._cached[entry.block]
+                self._unsaved.pop(entry.block, None)
                 self._make_free(entry.block)
                 num_freed += 1
         return num_freed
+
+    def _count_evicted(self, entries: Sequence[CacheEntry]) -> None:
+        num_saved = sum(entry.is_saved for entry in entries)
+        self._evictions = EvictionCounts(
+            self._evictions.saved + num_saved, self._evictions.lost + len(entries) - num_saved
+        )
 
     def _enter(self, chain: PrefixChain, token_ids: TokenIds, ref: BlockRef) -> CacheEntry | None:
         self._check_owned(ref)

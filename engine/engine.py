@@ -27,6 +27,7 @@ from engine.drafting import Speculator
 from engine.executor import StepExecutor, StepResults
 from engine.inbox import Inbox, InboxItems
 from engine.kv_progress import KvProgress
+from engine.kv_tiering import KvTiering
 from engine.request import (
     EngineLimits,
     EngineLoad,
@@ -68,6 +69,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         swap: SwapSpace | None = None,
         step_budget: StepBudget | None = None,
+        tiering: KvTiering | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
@@ -79,7 +81,8 @@ class Engine:
         self._uncompiled: list[Sequence] = []  # arrived, and their constraint is still being compiled
         self._swap = swap
         self._step_budget = step_budget
-        self._scheduler = Scheduler(pool, limits, policy, speculator, swap, step_budget)
+        self._tiering = tiering
+        self._scheduler = Scheduler(pool, limits, policy, speculator, swap, step_budget, tiering)
         self._taker = ResultTaker(executor, pool, speculator)
         self._inbox = Inbox(limits.max_waiting)
         self._sink: OutputSink = _drop
@@ -95,6 +98,8 @@ class Engine:
 
     def start(self, sink: OutputSink) -> None:
         self._sink = sink
+        if self._tiering is not None:
+            self._tiering.start(self._inbox.wake)
         self._thread.start()
 
     def submit(self, request: EngineRequest) -> None:
@@ -148,6 +153,8 @@ class Engine:
             counters["preemptions_swapped"] = self._swap.num_saved
             counters["swapped_in"] = self._swap.num_restored
             counters["swapped_bytes"] = self._swap.used_bytes
+        if self._tiering is not None:
+            counters.update(self._tiering.counters())
         if self._speculator is not None:
             counters.update(self._speculator.counters())
         return counters
@@ -165,6 +172,8 @@ class Engine:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.error("engine thread did not stop", extra={"timeout_s": timeout_s})
+        if self._tiering is not None:
+            self._tiering.stop(timeout_s)
 
     def _blocks_freed(self) -> None:
         if threading.current_thread() is not self._thread:  # what the engine itself frees, it knows
@@ -193,7 +202,10 @@ class Engine:
         has_work = bool(self._scheduler.running) or len(self._scheduler.waiting) > 0
         if has_work and not self._is_blocked:
             return 0.0
-        return max(0.0, self._deadlines[0][0] - self._clock()) if self._deadlines else None
+        deadlines_s = [self._deadlines[0][0]] if self._deadlines else []
+        if self._tiering is not None and (fetched_s := self._tiering.next_deadline_s) is not None:
+            deadlines_s.append(fetched_s)
+        return max(0.0, min(deadlines_s) - self._clock()) if deadlines_s else None
 
     def _take_in(self, items: InboxItems) -> None:
         self._is_blocked = False
@@ -385,8 +397,11 @@ class Engine:
         self._emit()
 
     def _measure(self, plan: StepPlan, num_generated: int, step_s: float) -> None:
+        num_rows = sum(chunk.num_rows for chunk in plan.chunks)
         if self._swap is not None:
-            self._swap.saw_step(sum(chunk.num_rows for chunk in plan.chunks), step_s)
+            self._swap.saw_step(num_rows, step_s)
+        if self._tiering is not None:
+            self._tiering.saw_step(num_rows, step_s)
         if self._step_budget is not None:
             num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
             num_prefill_tokens = sum(chunk.num_tokens for chunk in plan.chunks) - num_decodes

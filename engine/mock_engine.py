@@ -20,6 +20,7 @@ from cluster.sampling_params import NO_LOGPROBS
 from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.executor import StepResults
+from engine.kv_tiering import KvTiering
 from engine.request import EngineLimits, EngineRequest
 from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
@@ -104,11 +105,12 @@ class MockEngine(Engine):
         vocab_size: int,
         num_layers: int,
         policy: SchedulingPolicy = SchedulingPolicy.PRIORITY,
+        tiering: KvTiering | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         executor = MockExecutor(timing, vocab_size, num_layers, sleep)
-        super().__init__(executor, pool, limits, policy=policy, clock=clock)
+        super().__init__(executor, pool, limits, policy=policy, tiering=tiering, clock=clock)
 
     def submit(self, request: EngineRequest) -> None:
         if request.sampling.logprobs != NO_LOGPROBS or request.sampling.prompt_logprobs != NO_LOGPROBS:

@@ -17,7 +17,9 @@ from cluster.model_files import resolve_model
 from cluster.worker_process import WorkerContext
 from cluster.worker_settings import WorkerSettings
 from engine.block_pool import BlockPool
+from engine.block_store import OpenStore, no_store
 from engine.kv_memory import KvMemory
+from engine.kv_tiering import KvTiering
 from engine.mock_engine import MockEngine, StepTiming
 from engine.model_config import ModelConfig
 from engine.worker_engine import WorkerEngine, engine_limits
@@ -28,7 +30,7 @@ DEFAULT_NUM_BLOCKS = 8192
 FINGERPRINT_BYTES = 16
 
 
-def open_mock_engine(context: WorkerContext) -> WorkerEngine:
+def open_mock_engine(context: WorkerContext, open_store: OpenStore = no_store) -> WorkerEngine:
     """Not yet started. Raises `StartupError` for settings that only a model can serve."""
     settings = context.settings
     if settings.speculation != "off":
@@ -38,12 +40,14 @@ def open_mock_engine(context: WorkerContext) -> WorkerEngine:
     layout = KvLayout(NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, DTYPE, ELEMENT_BYTES[DTYPE], settings.block_tokens)
     memory = KvMemory(layout, _num_blocks(settings, layout), shareable="shm-direct" in settings.transports)
     pool = BlockPool(memory.num_blocks, layout.block_tokens, config.fingerprint, events=context.kv_events)
+    store = open_store(settings, layout, config.fingerprint)
     engine = MockEngine(
         StepTiming(prefill=settings.mock_prefill_ms, decode=settings.mock_decode_ms),
         pool,
         engine_limits(settings, max_model_len),
         vocab_size=config.vocab_size,
         num_layers=NUM_LAYERS,
+        tiering=KvTiering(pool, memory, store) if store is not None else None,
     )
     return WorkerEngine(
         kind="mock",
@@ -55,6 +59,7 @@ def open_mock_engine(context: WorkerContext) -> WorkerEngine:
         speculator=None,
         model_name=settings.served_model_name or config.name,
         details={"pid": str(os.getpid()), "backend": "mock", "kv_pool_bytes": str(memory.size_bytes)},
+        store=store,
     )
 
 

@@ -12,9 +12,11 @@ from cluster.model_files import resolve_model
 from cluster.tokenizer import load_tokenizer
 from cluster.worker_process import WorkerContext
 from engine.block_pool import BlockPool
+from engine.block_store import OpenStore
 from engine.dtype import cpu_features
 from engine.engine import Engine
 from engine.grammar_compiler import GrammarCompiler
+from engine.kv_tiering import KvTiering
 from engine.model_executor import ModelExecutor
 from engine.runner_factory import build_runner
 from engine.swap_space import SwapSpace
@@ -34,7 +36,7 @@ class HasKernelDetails(Protocol):
 
 
 def open_model_engine(
-    context: WorkerContext, fallbacks: Fallbacks, open_speculator: OpenSpeculator | None
+    context: WorkerContext, fallbacks: Fallbacks, open_store: OpenStore, open_speculator: OpenSpeculator | None
 ) -> WorkerEngine:
     """Loads the model and makes its engine, not yet started. Raises `StartupError`."""
     settings = context.settings
@@ -56,6 +58,7 @@ def open_model_engine(
     )
     grammars = GrammarCompiler(lambda: load_tokenizer(resolve_model(settings.model)), built.config.vocab_size)
     swap = SwapSpace(memory, memory.layout.block_bytes, settings.swap_bytes) if settings.swap_bytes else None
+    store = open_store(settings, memory.layout, built.config.fingerprint)
     return WorkerEngine(
         kind="real",
         engine=Engine(
@@ -66,6 +69,7 @@ def open_model_engine(
             grammars=grammars,
             swap=swap,
             step_budget=step_budget(settings),
+            tiering=KvTiering(pool, memory, store) if store is not None else None,
         ),
         pool=pool,
         memory=memory,
@@ -83,4 +87,5 @@ def open_model_engine(
             **(built.runner.kernel_details() if isinstance(built.runner, HasKernelDetails) else {}),
         },
         grammars=grammars,
+        store=store,
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cluster.block_hash import HashChain
+from cluster.block_hash import CHAIN_START, HashChain
 from cluster.identity import BlockHash
 
 TokenIds = npt.NDArray[np.int32]
@@ -31,6 +31,12 @@ class CacheEntry:
     parent: CacheEntry | None
     children: set[CacheEntry] = field(default_factory=set)
     is_live: bool = True
+    is_saved: bool = False  # a lower tier had it when it was last asked; the pool's to set
+
+    @property
+    def proof(self) -> bytes:
+        """What must be equal beside the hash: the hash before it, and its token ids."""
+        return proof_of(self.parent.block_hash if self.parent is not None else CHAIN_START, self.tokens)
 
 
 class PrefixChain:
@@ -50,6 +56,10 @@ class PrefixChain:
         self.num_blocks = 0
         self.last_entry = None
         self.can_publish = True
+
+    def fork(self) -> PrefixChain:
+        """The same hashes for somebody else, who begins at the start."""
+        return PrefixChain(self.hash_chain.fork())
 
 
 class PrefixCache:
@@ -119,3 +129,8 @@ class PrefixCache:
 
     def _tokens(self, token_ids: TokenIds, index: int) -> bytes:
         return token_ids[index * self._block_tokens : (index + 1) * self._block_tokens].tobytes()
+
+
+def proof_of(parent: BlockHash, tokens: bytes) -> bytes:
+    """Of a block with these token ids behind the block of that hash (CHAIN_START: behind none)."""
+    return parent + tokens

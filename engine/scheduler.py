@@ -14,6 +14,8 @@ Its promise:
 - A request that does not fit now may be passed by at most `MAX_OVERTAKEN` smaller ones.
 - A prompt whose next block another prompt is computing waits for it, and finds it in the cache; the tail behind the
   full blocks is copied (`engine.shared_tail`). So n choices of one prompt cost one prefill and one token each.
+- A prompt whose next block a lower tier is giving back (`engine.kv_tiering`) waits for it likewise, at most
+  `FETCH_TIMEOUT_S`; others pass meanwhile.
 
 - Drafts to verify get what budget and blocks are left over after all of that: they preempt nobody, and leave a block
   for every running sequence.
@@ -32,6 +34,7 @@ from typing import NamedTuple
 from cluster.errors import RequestExceedsKvCapacity, StartupError
 from engine.block_pool import BlockPool
 from engine.drafting import DraftWish, NoDraftReason, Speculator
+from engine.kv_tiering import KvTiering
 from engine.request import EngineLimits
 from engine.sequence import NEVER_REFUSED, Sequence, SequenceState
 from engine.shared_tail import SharedTail, find_shared_tail
@@ -84,6 +87,7 @@ class Scheduler:
         speculator: Speculator | None = None,
         swap: SwapSpace | None = None,
         step_budget: StepBudget | None = None,
+        tiering: KvTiering | None = None,
     ) -> None:
         if limits.max_batch_tokens < limits.max_sequences:
             raise StartupError(
@@ -97,6 +101,7 @@ class Scheduler:
         self._speculator = speculator
         self._swap = swap
         self._step_budget = step_budget
+        self._tiering = tiering
         self.num_preemptions = 0
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in order: the last one is the first victim
@@ -131,6 +136,8 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         if self._swap is not None:
             self._swap.drop(sequence)
+        if self._tiering is not None:
+            self._tiering.forget(sequence)
         blocks, sequence.blocks = sequence.blocks, []
         self._pool.release(blocks)
 
@@ -190,17 +197,17 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int, partial: _PartialPrefills) -> int:
         """Takes from the queue while there is room, past a few that do not fit, within bounds. Gives what is left."""
         passed_by: list[Sequence] = []
-        twins: list[Sequence] = []
+        passed_for_a_while: list[Sequence] = []  # their prefix is being computed by another one, or fetched
         while budget > 0 and len(self.running) < self._limits.max_sequences:
-            if len(passed_by) + len(twins) >= ADMISSION_LOOKAHEAD or any(
+            if len(passed_by) + len(passed_for_a_while) >= ADMISSION_LOOKAHEAD or any(
                 sequence.num_overtaken >= MAX_OVERTAKEN for sequence in passed_by
             ):
                 break
             sequence = self.waiting.pop()
             if sequence is None:
                 break
-            if self._is_being_computed(sequence, plan):
-                twins.append(sequence)
+            if self._is_being_computed(sequence, plan) or self._is_being_fetched(sequence):
+                passed_for_a_while.append(sequence)
                 continue
             if not self._may_start(sequence, budget, partial) or not self._take_blocks(sequence):
                 passed_by.append(sequence)
@@ -214,7 +221,7 @@ class Scheduler:
             plan.admitted.append(sequence)
             partial.add(sequence.num_uncomputed, budget)
             budget -= self._add_chunk(plan, sequence, budget)
-        for sequence in (*passed_by, *twins):
+        for sequence in (*passed_by, *passed_for_a_while):
             self.waiting.push(sequence)
         return budget
 
@@ -263,6 +270,12 @@ class Scheduler:
             and other.chain.hash_chain.hashes[block : block + 1] == [hashes[block]]
             for other in others
         )
+
+    def _is_being_fetched(self, sequence: Sequence) -> bool:
+        """Whether a lower tier has more of its prefix than the cache, and that is on its way."""
+        if self._tiering is None or (self._swap is not None and sequence in self._swap):
+            return False
+        return self._tiering.must_wait(sequence)
 
     def _may_start(self, sequence: Sequence, budget: int, partial: _PartialPrefills) -> bool:
         """Whether one more prompt may be in progress, or this one will not be: what is cached needs no compute."""

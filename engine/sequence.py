@@ -76,6 +76,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_overtaken = 0  # admissions that passed it by while it did not fit
         self.refused_at_available = NEVER_REFUSED  # no use in trying again before more blocks are available
+        self.has_asked_tiers = False  # whether the lower tiers were asked for its prefix since it started (over)
         self.first_scheduled_s: float | None = None
         if request.landed is not None:
             self._land()
@@ -135,6 +136,7 @@ class Sequence:
         blocks, self.blocks = self.blocks, []
         self.num_computed = 0
         self.chain.restart()
+        self.has_asked_tiers = False
         self.prompt_logprobs.clear()
         return blocks
 

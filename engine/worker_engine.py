@@ -21,6 +21,7 @@ from cluster.kv_layout import KvLayout
 from cluster.worker_process import WorkerContext
 from cluster.worker_settings import WorkerSettings
 from engine.block_pool import BlockPool
+from engine.block_store import BlockStore, OpenStore, no_store
 from engine.drafting import Speculator
 from engine.engine import Engine
 from engine.kv_memory import KvMemory
@@ -51,6 +52,7 @@ class WorkerEngine:
     model_name: str  # as clients call it
     details: dict[str, str]  # what a status shows and nobody computes with
     grammars: GrammarCompiler | None = None  # None: this engine takes no constrained requests
+    store: BlockStore | None = None  # the tiers below the pool
 
     @property
     def layout(self) -> KvLayout:
@@ -82,7 +84,7 @@ class WorkerEngine:
             block_conservation_error=census.conservation_error,
             owned_blocks=census.owned,
             rss_bytes=psutil.Process().memory_info().rss,
-            details=self.details,
+            details=self.details | (self.store.details() if self.store is not None else {}),
             counters=self.engine.counters(),
         )
 
@@ -92,16 +94,28 @@ class WorkerEngine:
             await asyncio.sleep(FAILURE_POLL_S)
         return "the engine's thread has ended"
 
+    def reset_prefix_cache(self) -> int:
+        """Forgets every prefix, in the pool and below. Gives how many blocks of the pool had one."""
+        num_dropped = self.pool.reset_prefix_cache()
+        if self.store is not None:
+            self.store.clear()
+        return num_dropped
+
     def close(self, timeout_s: float) -> None:
-        """Ends the engine's thread, then gives the memory back."""
+        """Ends the engine's threads, then gives the memory back."""
         self.engine.stop(timeout_s)
         if self.grammars is not None:
             self.grammars.close()
+        if self.store is not None:
+            self.store.close()
         self.memory.close()
 
 
 def open_engine(
-    context: WorkerContext, fallbacks: Fallbacks, open_speculator: OpenSpeculator | None = None
+    context: WorkerContext,
+    fallbacks: Fallbacks,
+    open_store: OpenStore = no_store,
+    open_speculator: OpenSpeculator | None = None,
 ) -> WorkerEngine:
     """Makes the engine that the settings name, not yet started. Raises `StartupError`.
 
@@ -111,10 +125,10 @@ def open_engine(
     if context.settings.engine == "mock":
         from engine.mock_worker import open_mock_engine
 
-        return open_mock_engine(context)
+        return open_mock_engine(context, open_store)
     from engine.model_worker import open_model_engine
 
-    return open_model_engine(context, fallbacks, open_speculator)
+    return open_model_engine(context, fallbacks, open_store, open_speculator)
 
 
 def engine_limits(settings: WorkerSettings, max_model_len: int) -> EngineLimits:

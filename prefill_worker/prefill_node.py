@@ -33,6 +33,7 @@ from kv_transfer.host import read_host_id
 from kv_transfer.layer_pusher import LayerPusher
 from kv_transfer.link_choice import LinkWishes, connect_best
 from kv_transfer.shapes import CellGather, HeadRange
+from kv_transfer.tiers.opening import open_tiers
 from kv_transfer.transfer_ref import TransferRef
 from kv_transfer.transports.registry import AUTO, load_transports, resolve
 from prefill_worker.decode_peer import DecodePeer, PeerLink, PrefillRejected
@@ -90,7 +91,7 @@ class PrefillNode:
         fallbacks = Fallbacks()
         if not frame_copy.is_native():
             fallbacks.took("kv copy", wanted="native", used="python", reason="library_missing")
-        return cls(context, open_engine(context, fallbacks), fallbacks)
+        return cls(context, open_engine(context, fallbacks, open_tiers), fallbacks)
 
     # --- as its process drives it -------------------------------------------------------------------------------------
 
@@ -263,4 +264,4 @@ class PrefillNode:
         return status
 
     def reset_prefix_cache(self) -> int:
-        return self._parts.pool.reset_prefix_cache()
+        return self._parts.reset_prefix_cache()

@@ -1,40 +1,55 @@
-"""The tier on a disk: one file a block, readable only whole and verified, gone when anything is wrong with it.
+"""The tier on a disk: a folder of block files that several workers, of several models even, may share.
 
-A file is written under another name, then renamed, so that no reader ever meets a part of one. The header names the
-layout and the digest. A full disk, a bad sector or a removed folder disables the tier (with its reason) or is a miss;
-requests go on without it.
+    folder / layout / first byte of the hash / hash.kv
+
+What another worker stored there, or an earlier process, is found and restored like one's own; whoever writes makes
+room for all, oldest file first: a hit renews a file's time. Nobody locks the folder. A file may be gone, truncated or
+foreign whenever it is opened: a miss. A full disk, a bad sector or a folder that others may write into disables the
+tier, with its reason; requests go on without it.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import struct
+import stat
 import threading
-from collections import OrderedDict
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cluster.identity import BlockHash
-from kv_transfer.tiers.tier import DIGEST_BYTES, TierStatus, digest_of
+from kv_transfer.tiers.disk_file import LAYOUT_BYTES, ReadResult, file_bytes, read_block, write_block
+from kv_transfer.tiers.disk_index import DiskIndex
+from kv_transfer.tiers.host_tier import KeptBlock
+from kv_transfer.tiers.tier import TierStatus
 
-MAGIC = b"TKV1"
-LAYOUT_BYTES = 16
-HEADER = struct.Struct(f"<4sQ{LAYOUT_BYTES}s{DIGEST_BYTES}s")
-SUFFIX = ".kv"
-TEMPORARY_SUFFIX = ".tmp"
 # Faults of the medium as a whole: trying again block after block would only cost time.
 DISABLING_ERRORS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+    {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENOTDIR}
 )
+FOLDER_MODE = 0o700
+# How old this process's knowledge of the others' files may be when it writes: what bounds how far they exceed the
+# capacity together.
+REFRESH_BEFORE_WRITE_S = 0.25
 
 
 class DiskTier:
-    """A folder of block files. What an earlier process left there is used again if its layout is the same."""
+    """One worker's view of the folder. `refresh` finds what others wrote; nothing here waits for anybody."""
 
     name = "disk"
 
-    def __init__(self, folder: Path, capacity_bytes: int, block_bytes: int, layout_fingerprint: bytes) -> None:
-        """`layout_fingerprint` `[16]`: model, dtype and shape; a file of another one is a miss and is removed."""
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        block_bytes: int,
+        layout_fingerprint: bytes,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`layout_fingerprint` `[16]`: model, dtype and shape; files of another one are never read."""
         if len(layout_fingerprint) != LAYOUT_BYTES:
             raise ValueError(f"a layout fingerprint has {LAYOUT_BYTES} bytes, not {len(layout_fingerprint)}")
         if capacity_bytes < block_bytes:
@@ -43,77 +58,85 @@ class DiskTier:
         self._layout = layout_fingerprint
         self._block_bytes = block_bytes
         self._capacity_bytes = capacity_bytes
-        self._known: OrderedDict[BlockHash, None] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()
+        self._clock = clock
+        self._index = DiskIndex(folder, layout_fingerprint.hex())
+        self._refreshed_s = clock()
+        self._lock = threading.Lock()  # of the counts alone
         self._hits = self._misses = self._evictions = self._corrupt = self._refused = 0
         self._disabled_reason = ""
+        self._attempt(self._open)
+
+    @property
+    def is_disabled(self) -> bool:
+        return bool(self._disabled_reason)
+
+    def put(self, block_hash: BlockHash, block: KeptBlock) -> bool:
+        """Writes the block into a file. False: not kept."""
+        if block.payload.nbytes != self._block_bytes:
+            raise ValueError(f"a block has {self._block_bytes} bytes, not {block.payload.nbytes}")
+        if self._disabled_reason:
+            self._count("_refused")
+            return False
+        if self._index.contains(block_hash):
+            return True
+        if not self._attempt(lambda: self._write(block_hash, block)):
+            self._count("_refused")
+            return False
+        return True
+
+    def get(self, block_hash: BlockHash, proof: bytes, into: memoryview) -> bool:
+        if self._disabled_reason or not self._index.contains(block_hash):
+            self._count("_misses")
+            return False
+        path = self._index.path_of(block_hash)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._adopt_files()
+            result = read_block(path, self._layout, proof, into)
+            if result is ReadResult.INTACT:
+                os.utime(path)
+        except FileNotFoundError:  # somebody removed the file behind us: no fault of the medium
+            self._index.forget(path)
+            self._count("_misses")
+            return False
         except OSError as error:
+            self._count("_misses")
             self._disable(error)
-
-    def put(self, block_hash: BlockHash, payload: memoryview) -> bool:
-        if payload.nbytes != self._block_bytes:
-            raise ValueError(f"a block has {self._block_bytes} bytes, not {payload.nbytes}")
-        with self._lock:
-            if self._disabled_reason:
-                self._refused += 1
-                return False
-            if block_hash in self._known:
-                self._known.move_to_end(block_hash)
-                return True
-            try:
-                self._make_room()
-                self._write(block_hash, payload)
-            except OSError as error:
-                self._refused += 1
-                if error.errno in DISABLING_ERRORS:
-                    self._disable(error)
-                return False
-            self._known[block_hash] = None
+            return False
+        if result is ReadResult.INTACT:
+            self._index.touch(path)
+            self._count("_hits")
             return True
-
-    def get(self, block_hash: BlockHash, into: memoryview) -> bool:
-        with self._lock:
-            if block_hash not in self._known or self._disabled_reason:
-                self._misses += 1
-                return False
-            try:
-                is_intact = self._read(block_hash, into)
-            except FileNotFoundError:
-                # Somebody removed the file behind us: no fault of the medium.
-                self._known.pop(block_hash)
-                self._misses += 1
-                return False
-            except OSError as error:
-                self._misses += 1
-                self._disable(error)
-                return False
-            if not is_intact:
-                self._corrupt += 1
-                self._misses += 1
-                self._remove(block_hash)
-                return False
-            self._known.move_to_end(block_hash)
-            self._hits += 1
-            return True
+        self._count("_misses")
+        if result is ReadResult.CORRUPT:
+            self._count("_corrupt")
+            self._attempt(partial(self._index.remove, path))
+        return False
 
     def contains(self, block_hash: BlockHash) -> bool:
-        with self._lock:
-            return not self._disabled_reason and block_hash in self._known
+        return not self._disabled_reason and self._index.contains(block_hash)
+
+    def hashes(self) -> list[BlockHash]:
+        """All blocks of this layout that are known to be there."""
+        return [] if self._disabled_reason else self._index.hashes()
+
+    def refresh(self, max_age_s: float = 0.0) -> tuple[list[BlockHash], list[BlockHash]]:
+        """Looks what others wrote and removed, unless it was looked at so lately. Gives the blocks that came and went
+        since the last call."""
+        if not self._disabled_reason and self._clock() - self._refreshed_s >= max_age_s:
+            self._refreshed_s = self._clock()
+            self._attempt(self._index.refresh)
+        return self._index.take_changes()
 
     def clear(self) -> None:
-        with self._lock:
-            for block_hash in list(self._known):
-                self._remove(block_hash)
+        """Removes the files of this layout, whoever wrote them."""
+        for block_hash in self._index.hashes():
+            self._attempt(partial(self._index.remove, self._index.path_of(block_hash)))
 
     def status(self) -> TierStatus:
         with self._lock:
             return TierStatus(
                 self.name,
-                len(self._known),
-                len(self._known) * self._file_bytes,
+                self._index.num_blocks,
+                self._index.size_bytes,
                 self._capacity_bytes,
                 self._hits,
                 self._misses,
@@ -123,80 +146,45 @@ class DiskTier:
                 self._disabled_reason,
             )
 
-    @property
-    def _file_bytes(self) -> int:
-        return HEADER.size + self._block_bytes
+    def _open(self) -> None:
+        self._folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        state = self._folder.stat()
+        if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            # Whoever can write a file here can give any prompt any KV.
+            raise PermissionError(errno.EPERM, "others may write into it: it must be this user's alone")
+        self._index.refresh()
+        self._index.take_changes()
 
-    def _adopt_files(self) -> None:
-        """Takes over whole files, the oldest first, and removes what a killed writer left half done."""
-        found = []
-        for path in self._folder.glob(f"*/*{TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
-        for path in self._folder.glob(f"*/*{SUFFIX}"):
-            state = path.stat()
-            if state.st_size == self._file_bytes and _hash_in_name(path) is not None:
-                found.append((state.st_mtime_ns, path))
-            else:
-                path.unlink(missing_ok=True)
-        for _, path in sorted(found):
-            block_hash = _hash_in_name(path)
-            if block_hash is not None:
-                self._known[block_hash] = None
+    def _write(self, block_hash: BlockHash, block: KeptBlock) -> None:
+        if self._clock() - self._refreshed_s >= REFRESH_BEFORE_WRITE_S:
+            self._refreshed_s = self._clock()
+            self._index.refresh()
+        num_bytes = file_bytes(self._block_bytes, len(block.proof))
+        self._make_room(num_bytes)
+        path = self._index.path_of(block_hash)
+        path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        write_block(path, self._layout, block)
+        self._index.add(path, num_bytes)
 
-    def _make_room(self) -> None:
-        while self._known and (len(self._known) + 1) * self._file_bytes > self._capacity_bytes:
-            self._remove(next(iter(self._known)))
-            self._evictions += 1
+    def _make_room(self, num_bytes: int) -> None:
+        while self._index.size_bytes + num_bytes > self._capacity_bytes:
+            if not self._index.remove_oldest():
+                return
+            self._count("_evictions")
 
-    def _write(self, block_hash: BlockHash, payload: memoryview) -> None:
-        path = self._path(block_hash)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = path.with_suffix(TEMPORARY_SUFFIX)
-        header = HEADER.pack(MAGIC, self._block_bytes, self._layout, digest_of(payload))
+    def _attempt(self, step: Callable[[], object]) -> bool:
+        """Whether the medium did it. A fault of the medium as a whole disables the tier."""
         try:
-            with temporary.open("wb", buffering=0) as file:
-                _write_all(file.fileno(), header)
-                _write_all(file.fileno(), payload)
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
-
-    def _read(self, block_hash: BlockHash, into: memoryview) -> bool:
-        with self._path(block_hash).open("rb", buffering=0) as file:
-            header = file.read(HEADER.size)
-            num_read = 0
-            while num_read < into.nbytes and (count := file.readinto(into[num_read:])):
-                num_read += count
-        if len(header) != HEADER.size or num_read != self._block_bytes:
-            return False
-        magic, num_bytes, layout, digest = HEADER.unpack(header)
-        is_ours: bool = magic == MAGIC and num_bytes == self._block_bytes and layout == self._layout
-        return is_ours and digest_of(into) == digest
-
-    def _remove(self, block_hash: BlockHash) -> None:
-        self._known.pop(block_hash, None)
-        try:
-            self._path(block_hash).unlink(missing_ok=True)
+            step()
         except OSError as error:
-            self._disable(error)
+            if error.errno in DISABLING_ERRORS or isinstance(error, FileExistsError):
+                self._disable(error)
+            return False
+        return True
 
-    def _path(self, block_hash: BlockHash) -> Path:
-        name = block_hash.hex()
-        return self._folder / name[:2] / f"{name}{SUFFIX}"
+    def _count(self, name: str) -> None:
+        with self._lock:
+            setattr(self, name, getattr(self, name) + 1)
 
     def _disable(self, error: OSError) -> None:
         self._disabled_reason = f"{self._folder}: {error.strerror or error}"
-
-
-def _hash_in_name(path: Path) -> BlockHash | None:
-    try:
-        return BlockHash(bytes.fromhex(path.stem))
-    except ValueError:
-        return None
-
-
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        view = view[os.write(descriptor, view) :]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import xxhash
-
 from cluster.identity import BlockHash
 
-DIGEST_BYTES = 16
+# Whether the bytes that were just copied are still what the block's name says.
+IsCurrent = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +29,20 @@ class TierStatus:
 
 
 class Tier(Protocol):
-    """A bounded store of equally large blocks, safe to call from any thread. A fault of its medium is never raised."""
+    """A bounded store of equally large blocks, safe to call from any thread. A fault of its medium is never raised.
+
+    `proof` is what tells two blocks of one hash apart: the hash before it and the block's own token ids. An entry with
+    another proof is a miss.
+    """
 
     name: str
 
-    def put(self, block_hash: BlockHash, payload: memoryview) -> bool:
-        """Keeps a copy of the block's bytes. False: not kept."""
-        ...
-
-    def get(self, block_hash: BlockHash, into: memoryview) -> bool:
+    def get(self, block_hash: BlockHash, proof: bytes, into: memoryview) -> bool:
         """Copies the block into `into` and verifies it there. False: `into` holds nothing that may be used."""
         ...
 
     def contains(self, block_hash: BlockHash) -> bool:
-        """Whether `get` is worth trying; by the time of the call it may be gone."""
+        """Whether `get` is worth trying; by the time of the call it may be gone. Never waits for a medium."""
         ...
 
     def clear(self) -> None: ...
@@ -50,6 +50,6 @@ class Tier(Protocol):
     def status(self) -> TierStatus: ...
 
 
-def digest_of(payload: memoryview | bytes) -> bytes:
-    """xxh3-128: the bytes that come back are the bytes that were put."""
-    return xxhash.xxh3_128_digest(payload)
+def always_current() -> bool:
+    """Of bytes that nobody else can change."""
+    return True

@@ -12,9 +12,11 @@ import numpy as np
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from engine.block_pool import BlockPool
+from engine.block_store import BlockStore
 from engine.drafting import Speculator
 from engine.engine import Engine
 from engine.grammar_compiler import GrammarCompiler
+from engine.kv_tiering import KvTiering
 from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits, EngineRequest, FinishReason, SequenceOutput
 from engine.swap_space import SwapSpace
@@ -70,6 +72,7 @@ class EngineBench:
         speculator: Speculator | None = None,
         grammars: GrammarCompiler | None = None,
         swap_bytes: int = 0,
+        store: BlockStore | None = None,
         **limits: Any,
     ) -> None:
         self.runner = HashRunner(num_blocks, block_tokens)
@@ -79,6 +82,7 @@ class EngineBench:
         self.limits = EngineLimits(**{"max_model_len": 256, "max_sequences": 16, "max_batch_tokens": 64, **limits})
         executor = ModelExecutor(self.runner, self.limits, block_tokens, self.runner)
         self.swap = SwapSpace(self.runner, 8 * block_tokens, swap_bytes) if swap_bytes else None
+        self.tiering = KvTiering(self.pool, self.runner, store, clock) if store is not None else None
         self.engine = Engine(
             executor,
             self.pool,
@@ -87,6 +91,7 @@ class EngineBench:
             speculator=speculator,
             grammars=grammars,
             swap=self.swap,
+            tiering=self.tiering,
             clock=clock,
         )
         self.sink = Collector()

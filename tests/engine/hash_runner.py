@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from cluster.kv_layout import KvLayout
 from cluster.sampling_params import SamplingParams
+from engine.kv_memory import CellWrite
 from engine.model_config import ModelConfig
 from engine.sampler import SampleRow, SamplerState, sample
 from engine.step import LayerCallback, StepInput, StepOutput
@@ -50,6 +52,7 @@ class HashRunner:
         self.backend = "hash"
         self.verifies_trees = True
         self.block_tokens = block_tokens
+        self.layout = KvLayout(1, 1, 2, "float16", 2, block_tokens)  # as many bytes as the fingerprints have
         self.kv = np.full(num_blocks * block_tokens, POISON, dtype=np.uint64)
         self.batch_sizes: list[int] = []
         self.num_computed_tokens = 0
@@ -70,6 +73,12 @@ class HashRunner:
 
     def restore_blocks(self, blocks: Sequence[int], saved: np.ndarray) -> None:
         self.kv.reshape(-1, self.block_tokens)[list(blocks)] = saved.view(np.uint64)
+
+    def run(self, block: int, first_layer: int, num_layers: int) -> memoryview:
+        return memoryview(self.kv.reshape(-1, self.block_tokens)[block].view(np.uint8))
+
+    def begin_write(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> CellWrite:
+        return CellWrite([self.run(block, first_layer, num_layers) for block in blocks])
 
     def move_tokens(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         self.kv[list(destinations)] = self.kv[list(sources)]

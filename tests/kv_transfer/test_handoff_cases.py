@@ -82,13 +82,8 @@ WITHOUT_TEST = {
     21: "Layers leave when they are written, draft layers are not among them: there is no end to call too early.",
     25: "A prompt has one KV group: models with several (sliding windows, hybrids) are refused when they are loaded.",
     28: "A GPU's KV is gathered and scattered on the stream that computes: no second one runs ahead of it.",
-    30: "Nothing is offloaded while it is computed: the pool does not evict into the tiers yet.",
-    31: "As 30: what has not verified is in no prefix cache, and so could not be evicted into a tier either.",
-    32: "As 30.",
     42: "A transfer has one decode worker, which alone cancels it; ranks of a decode worker are refused at Hello.",
     55: "Hidden states do not travel: a drafter that needs them takes those of the decode worker's own steps.",
-    56: "As 30: preemption starts over instead of copying out, so there is no copy to abort.",
-    64: "A tier never waits: a full one drops its oldest block, and blocks are copied out, not pinned.",
 }
 
 
