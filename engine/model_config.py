@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent scaling (`rope_type: llama3`) or plain linear scaling."""
+    """How rotary positions are stretched: Llama 3's way (`rope_type: llama3`), YaRN, or plainly linear."""
 
-    kind: str  # "llama3" | "linear"
+    kind: str  # "llama3" | "yarn" | "linear"
     factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: float = 1.0  # llama3, in turns within the original context; yarn calls it beta_slow
+    high_freq_factor: float = 4.0  # yarn: beta_fast
     original_context: int = 8192
+    attention_factor: float = 1.0  # yarn: queries and keys are each that much longer
+    is_truncated: bool = True  # yarn: the passage begins and ends at whole pairs
+
+    def longest_sequence(self, max_positions: int) -> int:
+        """Tokens that the model can take; YaRN's files may state the original context alone."""
+        return max(max_positions, int(self.original_context * self.factor)) if self.kind == "yarn" else max_positions
+
+
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """The square root of YaRN's 1 / t (arXiv 2309.00071, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True, slots=True)

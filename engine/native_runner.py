@@ -21,7 +21,7 @@ from cluster.errors import StartupError
 from engine import native_library
 from engine.kv_memory import KvMemory
 from engine.model_config import ModelConfig
-from engine.models.rope import rope_frequencies
+from engine.models.rope import query_factor, rope_frequencies
 from engine.native_library import KvPool, LayerCallbackPointer, ModelSpec, ModelStatus, NumberFormat, Step
 from engine.native_weights import Quantization, WeightCompression, WeightLoader
 from engine.step import LayerCallback, StepInput, StepOutput
@@ -219,7 +219,7 @@ def _create_model(library: ctypes.CDLL, config: ModelConfig, num_threads: int, i
         head_dim=config.head_dim,
         sliding_window=config.sliding_window,
         rms_norm_eps=config.rms_norm_eps,
-        attention_scale=1.0 / math.sqrt(config.head_dim),
+        attention_scale=query_factor(config.rope_scaling) / math.sqrt(config.head_dim),
         num_threads=num_threads,
     )
     frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling).astype(np.float32)

@@ -17,7 +17,7 @@ from engine.kernels.linear import Linear
 from engine.kernels.reference_attention import AttentionShape
 from engine.kernels.table import AttentionPlan, OperationTable
 from engine.model_config import ModelConfig
-from engine.models.rope import rope_table
+from engine.models.rope import query_factor, rope_table
 from engine.step import LayerCallback, StepInput, StepOutput
 from engine.weights.weight_source import WeightSource
 
@@ -68,6 +68,7 @@ class Decoder:
             self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.sliding_window
         )
         self._cos, self._sin = rope_table(self.config, max_positions, device)
+        self._query_factor = query_factor(self.config.rope_scaling)
         loader = _Loader(weights, operations, dtype, device)
         self._embedding = loader.tensor("model.embed_tokens.weight")
         self._layers = [loader.layer(index) for index in range(self.config.num_layers)]
@@ -131,6 +132,8 @@ class Decoder:
             key.copy_(operations.add_rms_norm(key, None, layer.key_norm, config.rms_norm_eps))
         # Query and key heads lie side by side: one rotation for both.
         operations.rotary(qkv[:, : num_heads + num_kv_heads], positions, self._cos, self._sin)
+        if self._query_factor != 1.0:
+            query.mul_(self._query_factor)
         return query, key, value
 
 

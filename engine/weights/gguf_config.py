@@ -8,7 +8,7 @@ import numpy as np
 
 from cluster.errors import StartupError, shown
 from cluster.gguf_file import GgufFile
-from engine.model_config import ModelConfig, RopeScaling
+from engine.model_config import ModelConfig, RopeScaling, yarn_attention_factor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # The one whose q and k rows GGUF stores for interleaved rope; Mistral files carry this name too.
@@ -36,6 +36,8 @@ def config_of(file: GgufFile) -> ModelConfig:
         raise StartupError(f"{file.path} is a mixture of experts, which is not supported yet", param="model")
     embedding = file.tensors.get("token_embd.weight")
     theta = float(file.value(f"{architecture}.rope.freq_base", DEFAULT_ROPE_THETA))
+    scaling = _rope_scaling(file, keys, head_dim, theta)
+    max_positions = keys.integer("context_length")
     return ModelConfig(
         architecture=architecture,
         name=str(file.value("general.name", file.path.stem)),
@@ -48,12 +50,12 @@ def config_of(file: GgufFile) -> ModelConfig:
         head_dim=head_dim,
         rope_theta=theta,
         rms_norm_eps=float(keys.required("attention.layer_norm_rms_epsilon")),
-        max_model_len=keys.integer("context_length"),
+        max_model_len=scaling.longest_sequence(max_positions) if scaling else max_positions,
         tie_embeddings="output.weight" not in file.tensors,
         attention_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
         sliding_window=keys.integer("attention.sliding_window", 0),
-        rope_scaling=_rope_scaling(file, keys, head_dim, theta),
+        rope_scaling=scaling,
         eos_token_ids=tuple(dict.fromkeys(int(file.value(key)) for key in _END_TOKEN_KEYS if key in file)),
         bos_token_id=file.value("tokenizer.ggml.bos_token_id"),
     )
@@ -98,12 +100,23 @@ class _Keys:
 
 def _rope_scaling(file: GgufFile, keys: _Keys, head_dim: int, theta: float) -> RopeScaling | None:
     kind = keys.optional("rope.scaling.type")
-    if kind not in (None, "none", "linear"):
+    if kind not in (None, "none", "linear", "yarn"):
         raise StartupError(f"{file.path}: rope scaling {shown(kind)} is not supported", param="model")
     if ROPE_FACTORS in file.tensors:
         return _llama3_scaling(file, head_dim, theta)
     factor = float(keys.optional("rope.scaling.factor") or 1.0)
-    return RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
+    if factor == 1.0 or kind not in ("linear", "yarn"):
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    return RopeScaling(
+        "yarn",
+        factor,
+        high_freq_factor=32.0,
+        low_freq_factor=1.0,
+        original_context=keys.integer("rope.scaling.original_context_length", keys.integer("context_length")),
+        attention_factor=yarn_attention_factor(factor),
+    )
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int, theta: float) -> RopeScaling:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import StartupError, shown
-from engine.model_config import ModelConfig, RopeScaling
+from engine.model_config import ModelConfig, RopeScaling, yarn_attention_factor
+from engine.weights.quantization_config import CheckpointQuantization, read_quantization
 
 # model_type in config.json -> our architecture. Mistral is Llama with a window.
 ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -28,13 +29,14 @@ def read_config(directory: Path) -> ModelConfig:
             f"{path}: model_type {shown(model_type)} is not supported: use {', '.join(ARCHITECTURE_OF)}", param="model"
         )
     values.refuse_unless("hidden_act", "silu")
-    values.refuse_unless("quantization_config", None)
     values.refuse_unless("mlp_bias", False)
     values.refuse_unless("partial_rotary_factor", 1.0)
     values.refuse_unless("attention_bias", model_type == "qwen2")
     num_heads = values.integer("num_attention_heads")
     hidden_size = values.integer("hidden_size")
     rope = values.get("rope_parameters") or {}
+    max_positions = values.integer("max_position_embeddings")
+    scaling = _rope_scaling(path, rope or values.get("rope_scaling") or {}, max_positions)
     return ModelConfig(
         architecture=ARCHITECTURE_OF[model_type],
         name=directory.resolve().name,
@@ -47,15 +49,26 @@ def read_config(directory: Path) -> ModelConfig:
         head_dim=values.integer("head_dim", hidden_size // num_heads),
         rope_theta=float(rope.get("rope_theta", values.get("rope_theta") or DEFAULT_ROPE_THETA)),
         rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
-        max_model_len=values.integer("max_position_embeddings"),
+        max_model_len=scaling.longest_sequence(max_positions) if scaling else max_positions,
         tie_embeddings=bool(values.get("tie_word_embeddings")),
         attention_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
         sliding_window=_sliding_window(values),
-        rope_scaling=_rope_scaling(path, rope or values.get("rope_scaling") or {}),
+        rope_scaling=scaling,
         eos_token_ids=_end_tokens(directory, values),
         bos_token_id=values.get("bos_token_id"),
     )
+
+
+def read_stated_quantization(directory: Path) -> CheckpointQuantization | None:
+    """How the weights are quantised; None where they are not. Raises `StartupError` for what is not supported."""
+    path = directory / "config.json"
+    stated = _read_json(path).get("quantization_config")
+    if stated is None:
+        return None
+    if not isinstance(stated, dict):
+        raise StartupError(f"{path}: quantization_config is {shown(stated)}, must be an object", param="model")
+    return read_quantization(path, stated)
 
 
 class _Fields:
@@ -98,7 +111,7 @@ def _sliding_window(values: _Fields) -> int:
     return int(values.get("sliding_window") or 0)
 
 
-def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(path: Path, rope: Mapping[str, Any], max_positions: int) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -113,9 +126,31 @@ def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
                 float(rope["high_freq_factor"]),
                 int(rope["original_max_position_embeddings"]),
             )
+        if kind == "yarn":
+            return _yarn_scaling(rope, max_positions)
     except KeyError as error:
         raise StartupError(f"{path}: rope scaling {kind} lacks {error.args[0]}", param="model") from error
-    raise StartupError(f"{path}: rope scaling {shown(kind)} is not supported: use linear or llama3", param="model")
+    raise StartupError(
+        f"{path}: rope scaling {shown(kind)} is not supported: use linear, llama3 or yarn", param="model"
+    )
+
+
+def _yarn_scaling(rope: Mapping[str, Any], max_positions: int) -> RopeScaling:
+    factor = float(rope["factor"])
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention_factor = yarn_attention_factor(factor, rope["mscale"]) / yarn_attention_factor(
+            factor, rope["mscale_all_dim"]
+        )
+    return RopeScaling(
+        "yarn",
+        factor,
+        low_freq_factor=float(rope.get("beta_slow") or 1.0),
+        high_freq_factor=float(rope.get("beta_fast") or 32.0),
+        original_context=int(rope.get("original_max_position_embeddings") or max_positions),
+        attention_factor=float(attention_factor or yarn_attention_factor(factor)),
+        is_truncated=rope.get("truncate") is not False,
+    )
 
 
 def _end_tokens(directory: Path, values: _Fields) -> tuple[int, ...]:

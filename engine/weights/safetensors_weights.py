@@ -1,10 +1,13 @@
-"""Weights of a directory with `config.json` and one or many `*.safetensors` files. Tensors are mapped, not read."""
+"""Weights of a directory with `config.json` and one or many `*.safetensors` files. Tensors are mapped, not read.
+
+A quantised matrix is stored as several tensors; to a reader it is one tensor under the name of the plain weight.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,10 @@ from cluster.errors import StartupError, shown
 from engine.model_config import ModelConfig
 from engine.weights.expected_shapes import check_shapes
 from engine.weights.fingerprint import fingerprint
-from engine.weights.hugging_face_config import read_config
+from engine.weights.hugging_face_config import read_config, read_stated_quantization
+from engine.weights.quantization_config import CheckpointQuantization
+from engine.weights.quantized_layouts import IGNORED_PARTS, LAYOUTS, Layout
+from engine.weights.quantized_matrix import QuantizedMatrix
 from engine.weights.weight_source import RawBlocks
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,6 +36,7 @@ class SafetensorsWeights:
     def __init__(self, directory: Path) -> None:
         """Raises `StartupError` for a directory that is incomplete, corrupt or of another architecture."""
         config = read_config(directory)
+        self._quantization = read_stated_quantization(directory)
         self._files = {path: _open(path) for path in _weight_files(directory)}
         self._file_of = {
             name: file
@@ -39,12 +46,17 @@ class SafetensorsWeights:
         }
         if "lm_head.weight" in self._file_of and config.tie_embeddings:
             del self._file_of["lm_head.weight"]  # a copy of the embedding, which some exporters write
+        self._layouts = {} if self._quantization is None else self._find_matrices(self._quantization)
         slices = {name: file.get_slice(name) for name, file in self._file_of.items()}
-        shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        plain = [name for name in slices if name not in self._stored_parts()]
+        shapes = {name: tuple(slices[name].get_shape()) for name in plain}
+        kinds = {name: str(slices[name].get_dtype()) for name in plain}
+        for name, (layout, parts) in self._layouts.items():
+            shapes[name] = self._matrix_shape(name, layout, parts)
+            kinds[name] = " ".join(f"{part}:{slices[stored].get_dtype()}" for part, stored in sorted(parts.items()))
         check_shapes(str(directory), config, shapes)
-        kinds = {name: str(part.get_dtype()) for name, part in slices.items()}
-        for name, kind in kinds.items():
-            if kind not in _SUPPORTED_TYPES:
+        for name in plain:
+            if (kind := kinds[name]) not in _SUPPORTED_TYPES:
                 raise StartupError(
                     f"{directory}: tensor {name} is {shown(kind)}, which is not supported: use F32, BF16 or F16",
                     param="model",
@@ -53,24 +65,97 @@ class SafetensorsWeights:
         self.config: ModelConfig = dataclasses.replace(config, fingerprint=fingerprint(config, described, self._row))
 
     def names(self) -> Sequence[str]:
-        return sorted(self._file_of)
+        stored = self._stored_parts()
+        return sorted({*self._layouts, *(name for name in self._file_of if name not in stored)})
 
     def tensor(self, name: str) -> torch.Tensor:
+        matrix = self._quantized(name)
+        if matrix is not None:
+            return matrix.dequantized()
         weight: torch.Tensor = self._file_of[name].get_tensor(name)
         return weight.float() if weight.dtype == torch.float16 else weight
 
     def raw_blocks(self, name: str) -> RawBlocks | None:
-        return None
+        matrix = self._quantized(name)
+        return None if matrix is None else matrix.blocks()
 
     def close(self) -> None:
         """Drops the mappings; tensors that somebody still holds keep theirs."""
         self._file_of.clear()
+        self._layouts.clear()
         self._files.clear()
 
+    def _quantized(self, name: str) -> QuantizedMatrix | None:
+        if self._quantization is None or name not in self._layouts:
+            return None
+        layout, parts = self._layouts[name]
+        try:
+            return layout.read(name, _Parts(self._file_of, parts), self._quantization)
+        except (RuntimeError, IndexError, ValueError) as error:  # torch's, of shapes that contradict each other
+            raise StartupError(f"{name}: its stored parts do not fit together ({error})", param="model") from error
+
+    def _matrix_shape(self, name: str, layout: Layout, parts: Mapping[str, str]) -> tuple[int, ...]:
+        try:
+            return layout.shape(_Parts(self._file_of, parts))
+        except (IndexError, ZeroDivisionError) as error:
+            raise StartupError(f"{name}: its stored parts do not fit together ({error})", param="model") from error
+
+    def _find_matrices(self, quantization: CheckpointQuantization) -> dict[str, tuple[Layout, dict[str, str]]]:
+        """Name of the plain weight -> how it is stored, and the stored tensors by part. Takes unread scales out."""
+        modules: dict[str, dict[str, str]] = {}
+        for name in list(self._file_of):
+            module, _, part = name.rpartition(".")
+            if part in IGNORED_PARTS:
+                del self._file_of[name]
+            else:
+                modules.setdefault(module, {})[part] = name
+        found: dict[str, tuple[Layout, dict[str, str]]] = {}
+        for module, parts in modules.items():
+            for layout in LAYOUTS[quantization.method]:
+                if layout.required <= parts.keys():
+                    used = layout.required | layout.optional
+                    found[f"{module}.weight"] = (layout, {part: parts[part] for part in used if part in parts})
+                    if "bias" in parts and not bool(self._file_of[parts["bias"]].get_tensor(parts["bias"]).any()):
+                        del self._file_of[parts["bias"]]  # zeros, which some exporters write for every module
+        return found
+
+    def _stored_parts(self) -> frozenset[str]:
+        return frozenset(stored for _, parts in self._layouts.values() for stored in parts.values())
+
     def _row(self, name: str, index: int) -> bytes:
+        if name in self._layouts:  # one row of each stored tensor, which has another number of them
+            return b"".join(self._stored_row(stored, index) for _, stored in sorted(self._layouts[name][1].items()))
+        return self._stored_row(name, index)
+
+    def _stored_row(self, name: str, index: int) -> bytes:
         part = self._file_of[name].get_slice(name)
-        row: torch.Tensor = part[index : index + 1] if len(part.get_shape()) > 1 else part[:]
+        shape = part.get_shape()
+        if not shape:
+            row: torch.Tensor = self._file_of[name].get_tensor(name).reshape(1)
+        elif len(shape) > 1:
+            row = part[index % shape[0] : index % shape[0] + 1]
+        else:
+            row = part[:]
         return bytes(row.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+class _Parts(Mapping[str, torch.Tensor]):
+    """The stored tensors of one matrix, each read when it is asked for."""
+
+    def __init__(self, file_of: Mapping[str, Any], stored: Mapping[str, str]) -> None:
+        self._file_of = file_of
+        self._stored = stored
+
+    def __getitem__(self, part: str) -> torch.Tensor:
+        name = self._stored[part]
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
 
 
 def _weight_files(directory: Path) -> list[Path]:

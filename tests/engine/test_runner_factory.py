@@ -19,6 +19,7 @@ from engine.native_runner import NativeRunner
 from engine.runner_factory import MAX_DEFAULT_KV_BYTES, build_runner, free_memory_bytes, model_length, num_blocks
 from tests.engine.steps import BlockDealer, prompt_logits
 from tests.engine.tiny_models import random_model, save_gguf, save_safetensors
+from tests.engine.weights.quantized_checkpoints import awq_parts, quantize, save_quantized
 
 
 @pytest.fixture
@@ -60,6 +61,53 @@ def test_auto_takes_native_and_torch_agrees_with_it(tmp_path: Path) -> None:
         prompt_logits(built.runner, BlockDealer(built.memory), prompt, 17) for built in (native, reference)
     )
     assert torch.allclose(own, expected, atol=1e-3)
+
+
+def test_native_and_torch_agree_on_yarns_attention(tmp_path: Path) -> None:
+    if not native_library.is_available():
+        pytest.skip("the native library is not built on this machine")
+    model_directory = save_safetensors(random_model("yarn", head_dim=32, num_attention_heads=2), tmp_path / "model")
+    native, reference = (
+        build_runner(settings(model_directory, dtype="float32", backend=backend)) for backend in ("native", "torch")
+    )
+    prompt = list(range(150))
+    own, expected = (
+        prompt_logits(built.runner, BlockDealer(built.memory), prompt, 64) for built in (native, reference)
+    )
+    assert torch.allclose(own, expected, atol=1e-3)
+
+
+def test_a_quantised_checkpoint_runs_as_its_values_and_as_its_own_blocks(tmp_path: Path) -> None:
+    """AWQ's integers in float32 are the weights of the torch backend; natively they stay in 4 bits."""
+    if not native_library.is_available():
+        pytest.skip("the native library is not built on this machine")
+    model = save_quantized(
+        tmp_path / "awq",
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+        lambda module, weight: awq_parts(quantize(weight)),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    weights = open_weights(tmp_path / "awq")
+    model.load_state_dict({name: weights.tensor(name) for name in weights.names()}, strict=False)
+    weights.close()
+    save_safetensors(model, tmp_path / "plain")
+    prompt = list(range(60))
+    blocks, values, plain = (
+        build_runner(settings(tmp_path / name, dtype="float32", **options))
+        for name, options in (
+            ("awq", {"quantization": "gguf", "backend": "native"}),
+            ("awq", {"backend": "torch"}),
+            ("plain", {"backend": "torch"}),
+        )
+    )
+    expected = prompt_logits(plain.runner, BlockDealer(plain.memory), prompt, 17)
+    assert torch.equal(prompt_logits(values.runner, BlockDealer(values.memory), prompt, 17), expected)
+    own = prompt_logits(blocks.runner, BlockDealer(blocks.memory), prompt, 17)
+    # Activations are rounded to 8 bits for the native product of 4-bit blocks.
+    assert float((own - expected).abs().mean() / expected.abs().mean()) < 0.05
+    assert isinstance(blocks.runner, NativeRunner)
+    assert "Q4_1" in blocks.runner.kernel_details()["weights"]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "aggregated"])

@@ -44,6 +44,18 @@ VARIANTS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": True}),
 }
+VARIANTS["yarn"] = (
+    transformers.Qwen2Config,
+    transformers.Qwen2ForCausalLM,
+    {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+    },
+)
 _GGUF_MODULES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -94,6 +106,10 @@ def save_gguf(model: Any, path: Path, kind: str = "F32") -> Path:
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"token{index}" for index in range(config.vocab_size)])

@@ -151,7 +151,7 @@ def test_f35_flipped_header_bytes_never_escape_as_another_error(tmp_path: Path) 
         ({"general.architecture": "gemma3"}, "'gemma3' model: supported are"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.attention.value_length": 8}, "value_length is 8, only 16"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
         ({"llama.block_count": 2}, "has tensor 'model.layers.2"),
         ({"llama.block_count": 4}, "lacks tensor model.layers.3"),
         ({"llama.feed_forward_length": 128}, "its config asks for"),
