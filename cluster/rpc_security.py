@@ -101,6 +101,13 @@ def read_secret(path: Path, what: str) -> str:
     return secret
 
 
+def kept_secret(path: Path, what: str) -> str:
+    """The secret that the file has, or a new one that is written there. Raises `StartupError` as `read_secret` does."""
+    if not path.exists():
+        write_secret(path, new_secret())
+    return read_secret(path, what)
+
+
 def new_secret() -> str:
     return secrets.token_hex(TOKEN_BYTES)
 

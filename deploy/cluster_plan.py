@@ -1,12 +1,11 @@
 """From what a user wrote to the processes of a cluster: settings, command lines, addresses, probes.
 
-Pure but for the two secrets and the Redis configuration that it writes into the runtime directory, and the search for
-free ports.
+Pure but for the two secrets, the Redis configuration and the ports that it finds in the runtime directory, or puts
+there: a plan made again in the same directory is the same plan.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from cluster.errors import StartupError
 from cluster.model_files import served_name
 from cluster.process_guard import thread_environment
 from cluster.router_settings import RouterLimits, RouterSettings
-from cluster.rpc_security import RpcSecurity, is_loopback, new_secret, write_secret
+from cluster.rpc_security import RpcSecurity, is_loopback, kept_secret, write_secret
 from cluster.settings_flags import settings_to_arguments
 from cluster.worker_settings import EngineSettings, PoolSettings, WorkerSettings
 from deploy.cluster_secrets import ClusterSecrets
@@ -27,6 +26,7 @@ from deploy.launcher import python_command
 from deploy.node_addresses import ADDRESS, HOST, MODEL, RUNTIME_DIR, NodeAddresses
 from deploy.probes import pools_probe, redis_probe, router_probe, worker_probe
 from deploy.process_spec import Probe, ProcessSpec, Stage
+from deploy.router_ports import claim_ports
 
 Role = Literal["prefill", "decode", "aggregated"]
 
@@ -109,8 +109,8 @@ def plan_cluster(
 
 def _on_one_machine(config: ClusterConfig, model: Path, runtime_dir: Path) -> tuple[_Shared, tuple[ProcessSpec, ...]]:
     """Unix sockets, a token of this run, and Redis' process when the server is ours."""
-    token, token_file = new_secret(), runtime_dir / "cluster.token"
-    write_secret(token_file, token)
+    token_file = runtime_dir / "cluster.token"
+    token = kept_secret(token_file, "cluster token")
     redis_url, password_file, redis = _redis(config, runtime_dir)
     return _Shared(config, model, runtime_dir, token_file, redis_url, password_file, RpcSecurity(token)), redis
 
@@ -129,6 +129,12 @@ def _on_nodes(
     security = secrets.security()
     files = (secrets.token_file, config.redis.url, secrets.redis_password_file)
     return _Shared(config, model, runtime_dir, *files, security, nodes), ()
+
+
+def role_of(name: str) -> Role | None:
+    """Of a worker by its name; None for what is no worker."""
+    prefix, _, number = name.rpartition("-")
+    return next((role for role in _MODULE_BY_ROLE if role == prefix and number.isdigit()), None)
 
 
 def require_keys_on_open_address(config: ClusterConfig) -> None:
@@ -238,6 +244,7 @@ def _metrics_port(config: ClusterConfig, role: Role, worker_id: str) -> int:
 
 def _router_settings(shared: _Shared) -> RouterSettings:
     config, router = shared.config, shared.config.router
+    ports = claim_ports(router, shared.runtime_dir)
     # Mock workers say what they will take; a real one is measured from its first request on.
     priors: dict[str, Any] = {}
     if config.engine == "mock":
@@ -249,8 +256,8 @@ def _router_settings(shared: _Shared) -> RouterSettings:
         model=str(shared.model),
         served_model_name=router.served_model_name or served_name(shared.model),
         http_host=router.host,
-        http_port=claim_port(router.host, router.port, "port"),
-        grpc_port=0 if router.grpc_port is None else claim_port(router.host, router.grpc_port, "grpc-port"),
+        http_port=ports.http,
+        grpc_port=ports.grpc,
         runtime_dir=shared.runtime_dir,
         redis_url=shared.redis_url,
         redis_password_file=shared.redis_password_file,
@@ -280,23 +287,6 @@ def _router(shared: _Shared, settings: RouterSettings, url: str) -> ProcessSpec:
         stop_timeout_s=shared.config.drain_timeout_s + ROUTER_EXTRA_STOP_S,
         needed_as="router",
     )
-
-
-def claim_port(host: str, port: int, flag: str) -> int:
-    """The port, free at this moment; for 0 any free one. Raises `StartupError` when it is busy or not ours to take."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: a port with only closed connections in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise StartupError(
-                f"cannot listen on {host}:{port} ({reason.lower()}): stop what uses it, or choose another with --{flag}"
-            ) from None
-        claimed: int = probe.getsockname()[1]
-        return claimed
 
 
 def _host_in_url(host: str) -> str:

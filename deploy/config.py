@@ -59,7 +59,9 @@ class RedisConfig(Section):
 class RayConfig(Section):
     """How `tandem up --on ray` places workers. Resources are Ray's: CPU, GPU, and names of your own."""
 
-    name: str = Field(default="tandem", min_length=1, description="of the cluster within the Ray cluster")
+    name: str = Field(
+        default="tandem", pattern=r"^[A-Za-z0-9._-]+$", description="of the cluster within the Ray cluster"
+    )
     strategy: Literal["pack", "spread"] = Field(default="spread", description="workers near each other, or apart")
     prefill_resources: dict[str, float] = Field(default_factory=dict, description="of each prefill worker")
     decode_resources: dict[str, float] = Field(default_factory=dict, description="of each decode worker")

@@ -49,6 +49,10 @@ class LaunchedProcess(Protocol):
 class Launcher(Protocol):
     """Implementations: `LocalLauncher`; `deploy/ray_launcher.py` runs the same specs as actors."""
 
+    async def find_running(self) -> frozenset[str]:
+        """Names of what an earlier supervisor of this cluster left running; `launch` gives each of it back, once."""
+        ...
+
     async def launch(self, spec: ProcessSpec) -> LaunchedProcess:
         """Raises `StartupError` when the program cannot be started at all."""
         ...
@@ -59,6 +63,10 @@ class LocalLauncher:
 
     def __init__(self, log_directory: Path) -> None:
         self._log_directory = log_directory
+
+    async def find_running(self) -> frozenset[str]:
+        """None: they died with it."""
+        return frozenset()
 
     async def launch(self, spec: ProcessSpec) -> LaunchedProcess:
         log = ProcessLog(self._log_directory / f"{spec.name}.log")

@@ -18,10 +18,11 @@ from cluster.model_files import check_model, resolve_model, tandem_home
 from cluster.process_guard import StopSignals
 from cluster.racing_tasks import first_of
 from deploy.autoscaled_pools import AutoscaledPools
-from deploy.cluster_plan import ClusterPlan, plan_cluster
+from deploy.cluster_plan import ClusterPlan, plan_cluster, role_of
 from deploy.config import ClusterConfig
 from deploy.launcher import Launcher, LocalLauncher
 from deploy.node_addresses import NodeAddresses
+from deploy.process_spec import ProcessSpec, Stage
 from deploy.runtime_dir import RuntimeDirectory, default_base
 from deploy.supervised_process import SupervisedProcess
 from deploy.supervisor import Supervisor
@@ -63,11 +64,15 @@ async def run_cluster(
     make_launcher: MakeLauncher = _on_this_machine,
     signals: StopSignals | None = None,
     nodes: NodeAddresses | None = None,
+    run: str = "",
 ) -> None:
     """Starts the cluster, runs `while_serving` to its end or until a signal, stops everything, removes every trace.
 
+    What an earlier supervisor of the same `run` left running, where the launcher finds any, is taken over as it is.
+
     `signals`: what stops it; None: this process's SIGTERM and SIGINT, which takes the main thread.
     `nodes`: the launcher puts workers on machines of their own; None: all of it is on this one.
+    `run`: one life of the cluster, over several supervisors of it; empty: this one's alone.
     Raises `StartupError` when it cannot start, `ClusterFailed` when it cannot go on; the logs are kept for both.
     """
     model = resolve_model(config.model)
@@ -76,14 +81,21 @@ async def run_cluster(
     signals = signals or StopSignals()
     if is_ours:
         signals.install()
-    directory = RuntimeDirectory.create(default_base())
+    directory = RuntimeDirectory.create(default_base(), run)
     try:
         plan = plan_cluster(config, model, directory.path, nodes)
         pools = AutoscaledPools.of(config, plan, directory.path.name)
         display.planned(plan)
-        supervisor = Supervisor(plan.processes, make_launcher(directory.logs, plan), display.changed)
+        launcher = make_launcher(directory.logs, plan)
+        running = await launcher.find_running()
+        supervisor = Supervisor(_processes(config, plan, running), launcher, display.changed)
         try:
-            await _serve(supervisor, plan, pools, signals, display, while_serving)
+            if running:
+                supervisor.resume()
+            else:
+                await _start(supervisor, plan, signals)
+            if not signals.drain.is_set():
+                await _serve(supervisor, plan, pools, signals, display, while_serving)
         finally:
             display.stopping()
             await _stop(supervisor, signals)
@@ -97,6 +109,29 @@ async def run_cluster(
             signals.remove()
 
 
+def _processes(config: ClusterConfig, plan: ClusterPlan, running: frozenset[str]) -> tuple[ProcessSpec, ...]:
+    """The plan's; of pools that follow the traffic those workers that there are, and the plan's where there is none."""
+    if config.autoscale is None or not running:
+        return plan.processes
+    planned = {spec.name for spec in plan.processes}
+    alive = {role_of(name) for name in running}
+    kept = (
+        spec
+        for spec in plan.processes
+        if spec.stage is not Stage.WORKER or spec.name in running or role_of(spec.name) not in alive
+    )
+    more = (plan.make_worker(role, name) for name in sorted(running - planned) if (role := role_of(name)) is not None)
+    return (*kept, *more)
+
+
+async def _start(supervisor: Supervisor, plan: ClusterPlan, signals: StopSignals) -> None:
+    async def start() -> None:
+        await supervisor.start()
+        await _wait_until_complete(plan)
+
+    await first_of(start(), _asked_to_stop(signals))
+
+
 async def _serve(
     supervisor: Supervisor,
     plan: ClusterPlan,
@@ -105,16 +140,9 @@ async def _serve(
     display: ClusterDisplay,
     while_serving: Callable[[ClusterPlan], Awaitable[None]],
 ) -> None:
-    async def start() -> None:
-        await supervisor.start()
-        await _wait_until_complete(plan)
-
     async def serve() -> None:
         await while_serving(plan)
 
-    await first_of(start(), _asked_to_stop(signals))
-    if signals.drain.is_set():
-        return
     display.ready(plan)
     steps = [serve(), _raise_failure(supervisor), _asked_to_stop(signals)]
     if pools is not None:

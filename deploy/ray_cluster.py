@@ -26,7 +26,7 @@ from cluster.rpc import free_loopback_port
 from cluster.rpc_security import new_secret, write_secret
 from deploy.config import ClusterConfig
 from deploy.launcher import module_environment
-from deploy.runtime_dir import default_base, make_private
+from deploy.runtime_dir import default_base, make_private, new_run
 
 NAMESPACE = "tandem"
 HEAD_START_TIMEOUT_S = 90.0
@@ -40,6 +40,7 @@ class LocalHead:
     """The Ray head that `tandem up` started here."""
 
     pid: int
+    started_s: float  # a pid alone may be somebody else's by now
     address: str
     token_file: str
 
@@ -63,12 +64,7 @@ def down(name: str, address: str) -> str:
     failure = ""
     try:
         with _connected(address) as ray:
-            controller = _controller(ray, name)
-            if controller is not None:
-                failure = ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
-                ray.kill(controller, no_restart=True)
-            elif address:
-                raise StartupError(f"no cluster named {name!r} is up at {address}")
+            failure = _stop(ray, name, address)
     finally:
         if not address:
             _stop_head()
@@ -85,11 +81,30 @@ def state(name: str, address: str) -> dict[str, Any]:
         return answer
 
 
+def _stop(ray: Any, name: str, address: str) -> str:
+    """The controller stops in order; what is left, and what has no controller, is ended."""
+    from deploy.ray_hosts import end_all
+
+    failure, controller = "", _controller(ray, name)
+    if controller is not None:
+        try:
+            failure = ray.get(controller.stop.remote(), timeout=STOP_TIMEOUT_S)
+        except ray.exceptions.RayError as error:
+            failure = f"its controller did not stop it ({type(error).__name__})"
+        finally:
+            ray.kill(controller, no_restart=True)
+    num_left = end_all(f"{name}/")
+    if controller is None and address and not num_left:
+        raise StartupError(f"no cluster named {name!r} is up at {address}")
+    return failure
+
+
 def _up(ray: Any, config: ClusterConfig) -> dict[str, Any]:
     from deploy.ray_controller import ClusterController
+    from deploy.ray_hosts import end_all, find_hosts
 
     name = config.ray.name
-    if _controller(ray, name) is not None:
+    if _controller(ray, name) is not None or any(find_hosts(f"{name}/")):
         raise StartupError(f"a cluster named {name!r} is up already: `tandem down` first, or set ray.name")
     controller = (
         ray.remote(ClusterController)
@@ -99,16 +114,20 @@ def _up(ray: Any, config: ClusterConfig) -> dict[str, Any]:
             num_cpus=0,
             resources={"node:__internal_head__": 0.001},  # the router's address stays where clients look for it
             max_restarts=-1,
+            max_task_retries=-1,  # who waits for it, or asks it to stop, is answered by the next one
             max_concurrency=4,  # status is answered while somebody waits for it to be ready, or to stop
         )
-        .remote(config.model_dump_json())
+        .remote(config.model_dump_json(), new_run())
     )
     timeout_s = config.start_timeout_s * 2
     try:
         ready: dict[str, Any] = ray.get(controller.wait_until_ready.remote(timeout_s), timeout=timeout_s + 30)
-    except ray.exceptions.RayError as error:
+    except BaseException as error:
         ray.kill(controller, no_restart=True)
-        raise StartupError(f"the cluster did not start: {getattr(error, 'cause', error)}") from None
+        end_all(f"{name}/")
+        if isinstance(error, ray.exceptions.RayError):
+            raise StartupError(f"the cluster did not start: {getattr(error, 'cause', error)}") from None
+        raise
     return ready
 
 
@@ -124,7 +143,7 @@ def _connected(address: str) -> Iterator[Any]:
     """The `ray` module, connected for the time of the block. Raises `StartupError`."""
     head = None if address else _read_head()
     if not address and head is None:
-        raise StartupError("no Ray that `tandem up` started runs here: give --address, or run `tandem up --on ray`")
+        raise StartupError(_no_head())
     _authenticate(head)
     try:
         import ray
@@ -176,7 +195,7 @@ def _start_head() -> None:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
         )
-    head = LocalHead(process.pid, f"127.0.0.1:{port}", str(token_file))
+    head = LocalHead(process.pid, psutil.Process(process.pid).create_time(), f"127.0.0.1:{port}", str(token_file))
     _head_file().write_text(json.dumps(asdict(head)))
     deadline_s = time.monotonic() + HEAD_START_TIMEOUT_S
     while "Ray runtime started" not in log.read_text(errors="replace"):
@@ -213,6 +232,15 @@ def _end_tree(pid: int) -> None:
     psutil.wait_procs(alive, timeout=10)
 
 
+def _no_head() -> str:
+    if not _head_file().exists():
+        return "no Ray that `tandem up` started runs here: give --address, or run `tandem up --on ray`"
+    return (
+        "the Ray that `tandem up` started here has ended, and everything on it: `tandem up` starts it anew "
+        f"(its log: {default_base() / 'ray-head.log'})"
+    )
+
+
 def _head_file() -> Path:
     return default_base() / "ray-head.json"
 
@@ -223,4 +251,7 @@ def _read_head() -> LocalHead | None:
         head = LocalHead(**json.loads(_head_file().read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return head if psutil.pid_exists(head.pid) else None
+    try:
+        return head if psutil.Process(head.pid).create_time() == head.started_s else None
+    except psutil.NoSuchProcess:
+        return None

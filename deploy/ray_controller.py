@@ -1,8 +1,8 @@
 """The cluster's controller on Ray: a detached actor that supervises, scales, and outlives the command that made it.
 
-It runs the same `run_cluster` as `tandem serve`, with another launcher, on a thread of its own, on the head's node with
-router and Redis. When it dies its workers end with it; Ray makes it anew (`max_restarts`), and its constructor brings
-the whole cluster up again.
+It runs the same `run_cluster` as `tandem serve`, with another launcher, on a thread of its own, on the head's node like
+router and Redis. When it dies they serve on; Ray makes it anew (`max_restarts`) with the same arguments, and so with
+the same runtime directory: it takes over what runs, and starts what has died meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from deploy.launcher import Launcher
 from deploy.local_cluster import run_cluster
 from deploy.node_addresses import NodeAddresses
 from deploy.process_spec import Stage
+from deploy.ray_hosts import end_all
 from deploy.ray_launcher import RayLauncher
 from deploy.supervised_process import SupervisedProcess
 
@@ -30,8 +31,11 @@ STOP_TIMEOUT_S = 180.0
 class ClusterController:
     """Lives in a Ray worker process. Its methods are called from other threads than the one that runs the cluster."""
 
-    def __init__(self, config_json: str) -> None:
+    def __init__(self, config_json: str, run: str) -> None:
+        """`run`: names this life of the cluster, in its actors and its directory."""
+        self._run_name = run
         self._config = ClusterConfig.model_validate_json(config_json)
+        self._hosts_run = f"{self._config.ray.name}/{run}"
         self._nodes = None if self._config.ray.secrets_dir is None else NodeAddresses()
         self._loop = asyncio.new_event_loop()
         self._signals: StopSignals | None = None
@@ -74,20 +78,23 @@ class ClusterController:
         except Exception as error:  # told to whoever asks: there is nobody to raise to on this thread
             self._failure = str(error) or type(error).__name__
         finally:
+            end_all(self._hosts_run)  # what could not be taken over, or stopped, shall not stay either
             if not self._ready.done():
                 self._ready.set_exception(StartupError(self._failure or "the cluster was stopped while it started"))
 
     async def _serve(self) -> None:
         self._signals = StopSignals()
         try:
-            await run_cluster(self._config, self, _for_ever, self._new_launcher, self._signals, self._nodes)
+            await run_cluster(
+                self._config, self, _for_ever, self._new_launcher, self._signals, self._nodes, self._run_name
+            )
         finally:
             if self._launcher is not None:
                 await self._launcher.close()
 
     def _new_launcher(self, logs: Path, plan: ClusterPlan) -> Launcher:
         workers = [spec for spec in plan.processes if spec.stage is Stage.WORKER]
-        self._launcher = RayLauncher(logs, self._config.ray, workers, self._config.model, self._nodes)
+        self._launcher = RayLauncher(self._hosts_run, logs, self._config.ray, workers, self._config.model, self._nodes)
         return self._launcher
 
     # --- `ClusterDisplay` ---------------------------------------------------------------------------------------------

@@ -1,6 +1,9 @@
-"""Workers as Ray actors, each in a place that Ray has reserved; Redis and router stay beside the controller.
+"""Every process of a cluster as the child of a Ray actor: workers where Ray has reserved places, the rest on the head.
 
     Supervisor ──launch(spec)──> RayLauncher ──actor──> ProcessHost on some node ──child──> python -m decode_worker
+
+The actors outlive the controller. The next one finds them by name (`find_running`) and takes them over: a running child
+is given back by `launch` as if it had just been started, one that drains goes on draining, the rest is ended.
 
 The first workers share one placement group, packed or spread; later ones are placed one by one. A node or an actor that
 dies looks like a process that was killed: the supervisor starts it again, where Ray still has room.
@@ -9,7 +12,6 @@ dies looks like a process that was killed: the supervisor starts it again, where
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -18,27 +20,32 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.ended_tasks import end_tasks
 from cluster.errors import StartupError
 from deploy.config import RayConfig
-from deploy.launcher import LaunchedProcess, LocalLauncher
+from deploy.launcher import LaunchedProcess
 from deploy.node_addresses import NodeAddresses
 from deploy.process_spec import ProcessSpec, Stage
+from deploy.ray_hosts import HostName, end, find_hosts, reserve_places
 from deploy.ray_nodes import NodeRequests, RequestNodes, request_ray_nodes
-from deploy.ray_process_host import ProcessHost
+from deploy.ray_process_host import HostState, ProcessHost
 
 KILLED = -9
+FIND_TIMEOUT_S = 10.0
+# Where clients look for the router, and Redis' socket is.
+ON_HEAD = {"node:__internal_head__": 0.001}
 
 _log = logging.getLogger(__name__)
 
 
 class RayLauncher:
-    """Owned by the controller. `close` gives the reserved places back."""
+    """Owned by the controller. What it launched outlives it; `close` takes back only what it asked of Ray."""
 
     def __init__(
         self,
+        run: str,
         log_directory: Path,
         config: RayConfig,
         workers: Sequence[ProcessSpec],
@@ -46,29 +53,48 @@ class RayLauncher:
         nodes: NodeAddresses | None = None,
         request_nodes: RequestNodes = request_ray_nodes,
     ) -> None:
-        """`workers`: the first ones; their places are reserved together.
+        """`run` is in every actor's name. `workers`: the first ones; their places are reserved together.
 
         `nodes`: told where each worker listens when the nodes are machines of their own, which find `model` themselves.
         """
+        self._run = run
         self._logs = log_directory
         self._config = config
         self._model = model
         self._nodes = nodes
         self._node_requests = NodeRequests(request_nodes)
-        self._local = LocalLauncher(log_directory)
+        self._found: dict[str, _RayProcess] = {}
+        self._draining: set[asyncio.Task[None]] = set()
         self._places = {spec.name: index for index, spec in enumerate(workers)}
-        self._group: PlacementGroup | None = None
         bundles = [_bundle(self._resources(spec.name)) for spec in workers]
-        if bundles:
-            self._group = placement_group(bundles, strategy=config.strategy.upper())
+        self._group = reserve_places(run, bundles, config.strategy.upper()) if bundles else None
+
+    async def find_running(self) -> frozenset[str]:
+        """What does not answer in time is ended: it is started again like whatever else is missing."""
+        hosts = list(find_hosts(f"{self._run}:"))
+        states = await asyncio.gather(*(_state(host) for _, host in hosts))
+        for (name, host), state in zip(hosts, states, strict=True):
+            if state is None or not state.pid or name.process in self._found:
+                end(host)
+            elif state.is_ending:
+                self._draining.add(asyncio.create_task(_finish(host), name=f"draining-{name.process}"))
+            else:
+                self._take_over(name.process, host, state)
+        _log.info("taken over: %s", ", ".join(sorted(self._found)) or "nothing")
+        return frozenset(self._found)
+
+    def _take_over(self, name: str, host: Any, state: HostState) -> None:
+        self._found[name] = _RayProcess(host, state.pid)
+        if self._nodes is not None and state.target:
+            self._nodes.assign(name, state.target)
 
     async def launch(self, spec: ProcessSpec) -> LaunchedProcess:
         """Raises `StartupError` when no node has room in time, or the node cannot run it."""
-        if spec.stage is not Stage.WORKER:
-            return await self._local.launch(spec)
-        self._node_requests.want(spec.name, _bundle(self._resources(spec.name)))
+        is_worker = spec.stage is Stage.WORKER
+        if is_worker:
+            self._node_requests.want(spec.name, _bundle(self._resources(spec.name)))
         try:
-            process = await self._launch_actor(spec)
+            process = self._found.pop(spec.name, None) or await self._launch_actor(spec)
         except BaseException:
             self._node_requests.release(spec.name)
             raise
@@ -76,42 +102,45 @@ class RayLauncher:
         return process
 
     async def _launch_actor(self, spec: ProcessSpec) -> _RayProcess:
-        host = _actor_class().options(**self._options(spec.name)).remote()
+        name = str(HostName.new(self._run, spec.name))
+        options = self._options(spec) | {"name": name, "lifetime": "detached"}
+        host = _actor_class().options(**options).remote()
         try:
             async with asyncio.timeout(spec.start_timeout_s):
                 pid = await self._start(host, spec)
         except TimeoutError:
-            _end(host)
+            end(host)
             raise StartupError(
                 f"{spec.name}: no node had {self._resources(spec.name) or 'room'} within {spec.start_timeout_s:.0f} s"
             ) from None
         except RayTaskError as error:
-            _end(host)
+            end(host)
             raise StartupError(f"{spec.name}: {error.cause}") from None
         except RayActorError:
+            end(host)
             return _RayProcess(host, 0)  # it died at once: `wait` says so, and the supervisor tries again
-        except asyncio.CancelledError:
-            _end(host)
+        except BaseException:
+            end(host)
             raise
         return _RayProcess(host, pid)
 
     async def _start(self, host: Any, spec: ProcessSpec) -> int:
         command, environment = list(spec.command), json.dumps(dict(spec.environment))
-        if self._nodes is None:
+        if self._nodes is None or spec.stage is not Stage.WORKER:
             return int(await host.start.remote(spec.name, command, environment, str(self._logs)))
         pid, target = await host.start_on_node.remote(spec.name, command, environment, self._model)
         self._nodes.assign(spec.name, target)
         return int(pid)
 
     async def close(self) -> None:
+        await end_tasks(*self._draining)
         await self._node_requests.close()
-        if self._group is not None:
-            with contextlib.suppress(RayError):
-                remove_placement_group(self._group)
 
-    def _options(self, name: str) -> dict[str, Any]:
-        """How Ray places the actor: in its bundle of the group, or by the same strategy alone."""
-        resources = dict(self._resources(name))
+    def _options(self, spec: ProcessSpec) -> dict[str, Any]:
+        """How Ray places the actor: beside the controller, in its bundle of the group, or by the strategy alone."""
+        if spec.stage is not Stage.WORKER:
+            return {"num_cpus": 0, "resources": ON_HEAD, "max_restarts": 0}
+        resources = dict(self._resources(spec.name))
         options: dict[str, Any] = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
@@ -119,7 +148,7 @@ class RayLauncher:
             "max_restarts": 0,  # the supervisor restarts: it knows about crash loops
             "scheduling_strategy": "SPREAD" if self._config.strategy == "spread" else "DEFAULT",
         }
-        index = self._places.get(name)
+        index = self._places.get(spec.name)
         if index is not None and self._group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=index
@@ -151,7 +180,7 @@ class _RayProcess:
 
     def kill(self) -> None:
         """The child dies with the actor, whose process Ray ends."""
-        _end(self._host)
+        end(self._host)
 
     def last_lines(self, count: int) -> list[str]:
         return self._tail[-count:]
@@ -174,6 +203,20 @@ def _bundle(resources: Mapping[str, float]) -> dict[str, float]:
     return dict(resources) or {"CPU": 0.01}
 
 
-def _end(host: Any) -> None:
-    with contextlib.suppress(RayError):
-        ray.kill(host, no_restart=True)
+async def _state(host: Any) -> HostState | None:
+    try:
+        async with asyncio.timeout(FIND_TIMEOUT_S):
+            state: HostState = await host.state.remote()
+    except (RayError, TimeoutError):
+        return None
+    return state
+
+
+async def _finish(host: Any) -> None:
+    """Its worker was asked to drain, and ends by itself in its own time."""
+    try:
+        await host.wait.remote()
+    except RayError as error:
+        _log.warning("an actor that drained is gone", extra={"reason": type(error).__name__})
+    finally:
+        end(host)

@@ -27,7 +27,7 @@ ChangeListener = Callable[[SupervisedProcess], None]
 
 
 class Supervisor:
-    """Owns all processes of one cluster: `start`, `wait_for_failure` while it serves, `stop` at the end, always."""
+    """Owns all processes of one cluster: `start` or `resume`, `wait_for_failure` while it serves, `stop` at the end."""
 
     def __init__(
         self,
@@ -73,6 +73,14 @@ class Supervisor:
                 process.start()
             while not _all_ready(starting):
                 await self._next_change()
+
+    def resume(self) -> None:
+        """In place of `start` for a cluster that serves already: what runs is taken over, what is missing is started.
+
+        Nobody waits, and nothing that cannot be started ends the cluster but what `wait_for_failure` tells.
+        """
+        for process in self._processes:
+            process.start()
 
     async def wait_for_failure(self) -> str:
         """Returns the reason once the cluster can serve no longer."""

@@ -11,11 +11,12 @@ import pytest
 from cluster import router_settings, worker_settings
 from cluster.errors import StartupError
 from cluster.rpc_security import read_secret
-from deploy.cluster_plan import claim_port, plan_cluster
+from deploy.cluster_plan import plan_cluster, role_of
 from deploy.cluster_secrets import create_secrets
 from deploy.config import ClusterConfig, PoolConfig, RayConfig, RedisConfig, RouterConfig
 from deploy.node_addresses import NodeAddresses, command_on_node
 from deploy.process_spec import ProcessSpec
+from deploy.router_ports import claim_port
 
 MODEL = Path("/models/SmolLM2-135M-Instruct.Q4_1.gguf")
 ANY_PORT = RouterConfig(port=0)
@@ -113,6 +114,25 @@ def test_several_machines_without_what_they_need_are_refused(
     config = ClusterConfig(router=ANY_PORT, redis=redis, ray=RayConfig(secrets_dir=secrets_dir))
     with pytest.raises(StartupError, match=reason):
         plan_cluster(config, MODEL, runtime_dir, NodeAddresses())
+
+
+def test_a_plan_made_again_in_the_same_directory_is_the_same(runtime_dir: Path) -> None:
+    """Its ports are taken by then: by the very router that is taken over."""
+    first = plan_cluster(ClusterConfig(router=ANY_PORT), MODEL, runtime_dir)
+    token = read_secret(runtime_dir / "cluster.token", "token")
+    port = int(first.url.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        again = plan_cluster(ClusterConfig(router=ANY_PORT), MODEL, runtime_dir)
+    assert [spec.command for spec in again.processes] == [spec.command for spec in first.processes]
+    assert (again.url, again.grpc_address) == (first.url, first.grpc_address)
+    assert read_secret(runtime_dir / "cluster.token", "token") == token
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("prefill-0", "prefill"), ("decode-12", "decode"), ("redis", None), ("router-0", None)]
+)
+def test_a_workers_name_says_its_role(name: str, role: str | None) -> None:
+    assert role_of(name) == role
 
 
 def test_grpc_can_be_off(runtime_dir: Path) -> None:

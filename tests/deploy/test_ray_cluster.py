@@ -116,7 +116,7 @@ def ray_cluster() -> Iterator[RayCluster]:
     shutil.rmtree(folder)
 
 
-def test_nodes_with_addresses_of_their_own_serve_under_tls_and_the_controller_may_die(
+def test_nodes_with_addresses_of_their_own_serve_under_tls_and_a_dead_controller_cuts_no_stream(
     ray_cluster: RayCluster, default_model_path: Path, redis: str
 ) -> None:
     config = ray_cluster.folder / "nodes.yaml"
@@ -132,15 +132,16 @@ def test_nodes_with_addresses_of_their_own_serve_under_tls_and_the_controller_ma
         assert {host for hosts in listening.values() for host in hosts} == {"127.0.0.2", "127.0.0.3"}
         assert all(len(hosts) == 1 for hosts in listening.values()), "control and KV, on the node's address alone"
         assert _asked_nodes(ray_cluster) == [{"slot": 1.0}, {"slot": 1.0}]
-        _controller_process(ray_cluster).kill()
-        _until(lambda: _answers(grpc_address), "the cluster is up anew, at the same address")
-        _until(lambda: _states(ray_cluster, url) == ["ready", "ready"], "and its workers are the new ones")
+        _a_dead_controller_cuts_no_stream(ray_cluster, grpc_address)
+        _the_next_controller_took_over_and_heals(ray_cluster, url)
         _no_secret_lies_in_ray(ray_cluster, [secrets / "cluster.token", secrets / "redis.password"])
     finally:
         processes = _of_the_cluster(ray_cluster.folder / "run")
+        _kill_for_good(ray_cluster, "nodes")
         ray_cluster.tandem("down", "--name", "nodes", "--address", ray_cluster.address)
     _, alive = psutil.wait_procs(processes, timeout=10)
-    assert [process.cmdline() for process in alive] == []
+    assert [process.cmdline() for process in alive] == [], "nor without a controller"
+    assert [path.name for path in (ray_cluster.folder / "run").iterdir()] == [".lock"]
 
 
 def test_f01_f03_rt47_up_survives_a_killed_raylet_scales_down_and_leaves_nothing(
@@ -204,6 +205,30 @@ def _cluster_file(model: Path, policy: Path) -> str:
         f"drain_timeout_s: 1\nautoscale: {policy}\n"
         f"ray: {{strategy: spread, prefill_resources: {slots}, decode_resources: {slots}}}\n"
     )
+
+
+def _a_dead_controller_cuts_no_stream(cluster: RayCluster, grpc_address: str) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        answers = [pool.submit(_check_stream, grpc_address, number, 200) for number in range(6)]
+        _until(lambda: sum(answer.running() for answer in answers) == 6, "all are sent")
+        time.sleep(1.0)  # in the middle of an answer of some 3 s
+        _controller_process(cluster).kill()
+        assert not any(answer.done() for answer in answers)
+        for answer in answers:
+            answer.result(TIMEOUT_S)
+
+
+def _the_next_controller_took_over_and_heals(cluster: RayCluster, url: str) -> None:
+    before = _pids(cluster.folder / "run")
+    assert sorted(before) == ["decode-0", "prefill-0", "router"]
+    old = before["decode-0"]
+    psutil.Process(old).kill()
+    _until(
+        lambda: _pids(cluster.folder / "run").get("decode-0", before["decode-0"]) != before["decode-0"], "another one"
+    )
+    _until(lambda: _states(cluster, url) == ["ready", "ready"], "which serves")
+    after = _pids(cluster.folder / "run")
+    assert {name for name in before if before[name] != after[name]} == {"decode-0"}, "the others are the same processes"
 
 
 def _a_killed_raylet_loses_no_stream(cluster: RayCluster, grpc_address: str, hosted: list[list[str]]) -> None:
@@ -275,17 +300,29 @@ def redis(ray_cluster: RayCluster) -> Iterator[str]:
 
 def _asked_nodes(cluster: RayCluster) -> list[dict[str, float]]:
     """What Ray's cluster autoscaler would read."""
-    program = (
-        "import ray, sys; from ray.experimental.internal_kv import _internal_kv_get as get\n"
-        "ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
-        "print(get(b'autoscaler_resource_request').decode())"
+    asked: list[dict[str, float]] = json.loads(
+        _on_ray(
+            cluster,
+            "from ray.experimental.internal_kv import _internal_kv_get as get\n"
+            "print(get(b'autoscaler_resource_request').decode())",
+        )
     )
+    return asked
+
+
+def _kill_for_good(cluster: RayCluster, name: str) -> None:
+    """The controller, so that Ray does not start it anew."""
+    _on_ray(cluster, f"ray.kill(ray.get_actor({name!r}), no_restart=True); print('killed')")
+
+
+def _on_ray(cluster: RayCluster, program: str) -> str:
+    """The last line that the program prints, of a driver of Ray."""
+    head = "import ray, sys\nray.init(sys.argv[1], namespace='tandem', log_to_driver=False, logging_level='ERROR')\n"
     ended = subprocess.run(
-        [sys.executable, "-c", program, cluster.address], env=cluster.environment,
+        [sys.executable, "-c", head + program, cluster.address], env=cluster.environment,
         capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
     )  # fmt: skip
-    asked: list[dict[str, float]] = json.loads(ended.stdout.splitlines()[-1])
-    return asked
+    return ended.stdout.splitlines()[-1]
 
 
 def _hosts(run: Path) -> dict[str, set[str]]:
@@ -300,11 +337,28 @@ def _hosts(run: Path) -> dict[str, set[str]]:
 
 
 def _controller_process(cluster: RayCluster) -> psutil.Process:
-    """The actor's process: the one that the router is a child of."""
-    router = next(one for one in _of_the_cluster(cluster.folder / "run") if "router" in one.cmdline())
-    parent = router.parent()
-    assert parent is not None
-    return parent
+    """The actor's process, by the title that Ray gives it."""
+    return next(one for one in psutil.process_iter() if _is_controller(one, cluster.session))
+
+
+def _is_controller(process: psutil.Process, session: Path) -> bool:
+    try:
+        raylet = process.parent()
+        is_ours = raylet is not None and any(session.name in word for word in raylet.cmdline())
+        return is_ours and process.cmdline()[0].startswith("ray::ClusterController")
+    except (psutil.Error, IndexError):
+        return False
+
+
+def _pids(run: Path) -> dict[str, int]:
+    """Workers and router by their names."""
+    found = {}
+    for process in _of_the_cluster(run):
+        words = process.info["cmdline"]
+        names = [word.removeprefix("--worker-id=") for word in words if word.startswith("--worker-id=")]
+        for name in [*names, *(["router"] if "router" in words else [])]:
+            found[name] = process.pid
+    return found
 
 
 def _answers(grpc_address: str) -> bool:

@@ -32,9 +32,9 @@ def test_without_an_address_and_without_a_head_of_ours_nothing_is_asked(base: Pa
 
 
 def test_a_note_about_a_head_that_is_gone_is_none(base: Path) -> None:
-    note = {"pid": 2**22 - 1, "address": "127.0.0.1:1", "token_file": "/none"}
+    note = {"pid": 2**22 - 1, "started_s": 1.0, "address": "127.0.0.1:1", "token_file": "/none"}
     (base / "ray-head.json").write_text(json.dumps(note))
-    with pytest.raises(StartupError, match="tandem up --on ray"):
+    with pytest.raises(StartupError, match=r"has ended.*`tandem up` starts it anew"):
         ray_cluster.down("tandem", "")
     assert not (base / "ray-head.json").exists()
 

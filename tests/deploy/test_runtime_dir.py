@@ -51,6 +51,36 @@ def test_f31_directory_of_a_killed_cluster_goes_at_the_next_start(tmp_path: Path
     assert [path.name for path in base.iterdir()] == [".lock"]
 
 
+def test_a_directory_that_is_joined_stays_until_the_last_one_leaves(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    first = RuntimeDirectory.create(base)
+    second = RuntimeDirectory.join(first.path)
+    first.leave()
+    RuntimeDirectory.create(base).remove()
+    assert second.path.exists()
+    second.leave()
+    assert [path.name for path in base.iterdir()] == [".lock"]
+
+
+def test_a_runs_directory_is_found_again_while_somebody_holds_it_and_made_anew_afterwards(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    first = RuntimeDirectory.create(base, "0123abcd")
+    (first.path / "ports.json").touch()
+    again = RuntimeDirectory.create(base, "0123abcd")
+    assert (again.path / "ports.json").exists()
+    os.close(first._lock_fd)  # both are killed
+    os.close(again._lock_fd)
+    anew = RuntimeDirectory.create(base, "0123abcd")
+    assert (anew.path, list(anew.path.glob("*.json"))) == (first.path, [])
+    anew.remove()
+
+
+def test_a_directory_that_is_gone_cannot_be_joined(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        RuntimeDirectory.join(tmp_path / "base" / "c-0123abcd")
+    assert not (tmp_path / "base").exists()
+
+
 @pytest.mark.parametrize("spoil", ["open", "link"])
 def test_base_that_others_control_is_refused(tmp_path: Path, spoil: str) -> None:
     base = tmp_path / "base"

@@ -74,6 +74,21 @@ async def test_processes_start_and_stop_in_order(runtime_dir: Path, stand_in: Ma
     assert not any((runtime_dir / spec.name).exists() for spec in specs)
 
 
+async def test_a_resumed_cluster_waits_for_nobody_and_one_that_cannot_start_does_not_end_it(
+    runtime_dir: Path, stand_in: MakeSpec
+) -> None:
+    specs = [stand_in("decode-0", "refuses", needed_as="decode"), stand_in("decode-1", needed_as="decode")]
+    async with supervising(runtime_dir, *specs) as (supervisor, _):
+        supervisor.resume()
+        failure = asyncio.create_task(supervisor.wait_for_failure())
+        refusing, serving = supervisor.processes
+        await until(lambda: refusing.state is ProcessState.FAILED and serving.state is ProcessState.READY)
+        assert not failure.done()
+        os.kill(pids_of(runtime_dir, "decode-1")[0], signal.SIGKILL)
+        await until(lambda: serving.restarts == 1 and serving.state is ProcessState.READY)
+        failure.cancel()
+
+
 async def test_killed_process_comes_back_under_its_name(runtime_dir: Path, stand_in: MakeSpec) -> None:
     async with supervising(runtime_dir, stand_in("decode-0")) as (supervisor, history):
         await asyncio.wait_for(supervisor.start(), TIMEOUT_S)

@@ -1,0 +1,48 @@
+"""The ports of the router's fronts: claimed once, and noted in the runtime directory for who takes the cluster over."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.errors import StartupError
+from cluster.rpc_security import write_secret
+from deploy.config import RouterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RouterPorts:
+    http: int
+    grpc: int  # 0: off
+
+
+def claim_ports(router: RouterConfig, runtime_dir: Path) -> RouterPorts:
+    """Those noted in the directory, else free ones, noted there. Raises `StartupError` for a busy port."""
+    note = runtime_dir / "ports.json"
+    if note.exists():
+        return RouterPorts(**json.loads(note.read_text()))
+    ports = RouterPorts(
+        http=claim_port(router.host, router.port, "port"),
+        grpc=0 if router.grpc_port is None else claim_port(router.host, router.grpc_port, "grpc-port"),
+    )
+    write_secret(note, json.dumps(asdict(ports)))  # whole or not at all, and private like all that lies there
+    return ports
+
+
+def claim_port(host: str, port: int, flag: str) -> int:
+    """The port, free at this moment; for 0 any free one. Raises `StartupError` when it is busy or not ours to take."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As servers do: a port with only closed connections in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise StartupError(
+                f"cannot listen on {host}:{port} ({reason.lower()}): stop what uses it, or choose another with --{flag}"
+            ) from None
+        claimed: int = probe.getsockname()[1]
+        return claimed
