@@ -233,7 +233,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer, at most")
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
-    parser.add_argument("--num-drafts", type=int, default=4)
+    parser.add_argument("--num-drafts", type=int, default=8)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "gguf"), default="none")

@@ -135,8 +135,8 @@ class WorkerMetrics:
         self.drafts_verified = counter("spec_decode_num_drafts", "steps of one sequence that verified drafts")
         self._draft_tokens = Counter(
             "tandem_spec_decode_draft_tokens_per_pos",
-            "verified guesses by their distance from the last known token",
-            (*names, "position", "outcome"),
+            "verified guesses by who made them and their distance from the last known token",
+            (*names, "drafter", "position", "outcome"),
             registry=registry,
         )
         self._no_drafts = Counter(
@@ -148,9 +148,9 @@ class WorkerMetrics:
             "kv_transfer_exposed_seconds", "prefill ended to verified", TRANSFER_BOUNDS_S
         )
 
-    def drafts_at(self, position: str, outcome: str) -> Counter:
-        """Guesses that were `proposed` or `accepted` at a position, 1 behind the last known token."""
-        return self._draft_tokens.labels(*self._bound, position, outcome)
+    def drafts_at(self, drafter: str, position: str, outcome: str) -> Counter:
+        """A drafter's guesses that were `proposed` or `accepted` at a position, 1 behind the last known token."""
+        return self._draft_tokens.labels(*self._bound, drafter, position, outcome)
 
     def no_drafts(self, reason: str) -> Counter:
         return self._no_drafts.labels(*self._bound, reason)

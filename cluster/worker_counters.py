@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from tandem.v1 import worker_pb2
 from cluster.telemetry import WorkerMetrics
 
 NO_DRAFT_PREFIX = "speculation_no_draft_"
+# One drafter's; those of all together have no drafter in their name, and are what these are made of.
+DRAFTS_AT = re.compile(r"speculation_(?P<drafter>[a-z]+)_(?P<outcome>proposed|accepted)_at_(?P<position>\d+)")
 
 
 class WorkerCounters:
@@ -81,8 +84,8 @@ class WorkerCounters:
             return self.metrics.drafts_verified
         if name.startswith(NO_DRAFT_PREFIX):
             return self.metrics.no_drafts(name.removeprefix(NO_DRAFT_PREFIX))
-        outcome, _, position = name.removeprefix("speculation_").partition("_at_")
-        return self.metrics.drafts_at(position, outcome) if position else None
+        by_drafter = DRAFTS_AT.fullmatch(name)
+        return self.metrics.drafts_at(*by_drafter.group("drafter", "position", "outcome")) if by_drafter else None
 
     def as_numbers(self) -> dict[str, float]:
         with self._lock:

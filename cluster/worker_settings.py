@@ -56,7 +56,7 @@ class EngineSettings(BaseModel):
         default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
     )
     draft_model: str = Field(default="", description="the model that guesses, for speculation `draft`")
-    num_drafts: int = Field(default=4, ge=1, le=15, description="guesses in one step of one sequence, at most")
+    num_drafts: int = Field(default=8, ge=1, le=15, description="guesses in one step of one sequence, at most")
     verification: Literal["match", "rejection"] = Field(
         default="match",
         description="`match`: tokens equal those without speculation; `rejection`: in law, for speculation `draft`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 Status = Mapping[str, Any]
+DRAFTER_STEPS = re.compile(r"speculation_([a-z]+)_steps")
 
 
 def status_tables(status: Status) -> Group:
@@ -102,29 +104,32 @@ def _kernels(workers: list[Status]) -> Table:
 
 
 def _speculation(workers: list[Status]) -> Table:
-    """How often a guess held by its distance from the last known token, and why decodes went without."""
+    """How often a guess held, by its distance from the last known token; of all drafters and of each."""
     table = Table(title="speculation", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("worker", "tokens/step", "accepted at 1, 2, ...", "no draft"):
+    for name in ("worker", "drafter", "steps", "tokens/step", "accepted at 1, 2, ...", "no draft"):
         table.add_column(name)
     for worker in workers:
         counters = {name: float(value) for name, value in worker.get("counters", {}).items()}
         if "speculation_steps" not in counters:
             continue
-        num_steps, num_accepted = counters["speculation_steps"], counters.get("speculation_drafts_accepted", 0.0)
-        table.add_row(
-            str(worker["worker_id"]),
-            f"{1 + num_accepted / num_steps:.2f}" if num_steps else "-",
-            " ".join(_acceptance(counters)) or "-",
-            ", ".join(_no_draft(counters)) or "-",
-        )
+        reasons = ", ".join(_no_draft(counters)) or "-"
+        table.add_row(str(worker["worker_id"]), "all", *_acceptance(counters, "speculation"), reasons)
+        for name in counters:
+            if drafter := DRAFTER_STEPS.fullmatch(name):
+                table.add_row("", drafter[1], *_acceptance(counters, f"speculation_{drafter[1]}"), "")
     return table
 
 
-def _acceptance(counters: Mapping[str, float]) -> Iterator[str]:
-    position = 1
-    while num_proposed := counters.get(f"speculation_proposed_at_{position}", 0.0):
-        yield f"{counters.get(f'speculation_accepted_at_{position}', 0.0) / num_proposed:.2f}"
-        position += 1
+def _acceptance(counters: Mapping[str, float], prefix: str) -> tuple[str, str, str]:
+    """Verified steps, tokens of one, and the share of guesses that held at each position."""
+    num_steps = counters[f"{prefix}_steps"]
+    shares: list[str] = []
+    num_accepted = 0.0
+    while num_proposed := counters.get(f"{prefix}_proposed_at_{len(shares) + 1}", 0.0):
+        accepted_here = counters.get(f"{prefix}_accepted_at_{len(shares) + 1}", 0.0)
+        num_accepted += accepted_here
+        shares.append(f"{accepted_here / num_proposed:.2f}")
+    return f"{num_steps:.0f}", f"{1 + num_accepted / num_steps:.2f}" if num_steps else "-", " ".join(shares) or "-"
 
 
 def _no_draft(counters: Mapping[str, float]) -> Iterator[str]:

@@ -69,8 +69,8 @@ class Speculator(Protocol):
         """Counts a decode that the scheduler left without drafts."""
         ...
 
-    def verified(self, request_id: RequestId, draft: Draft, num_accepted: int) -> None:
-        """The target said so many of the draft's tokens, one below the other."""
+    def verified(self, request_id: RequestId, draft: Draft, accepted: Sequence[int]) -> None:
+        """The target said these of the draft's tokens, by index, one below the other."""
         ...
 
     def forget(self, request_id: RequestId) -> None:

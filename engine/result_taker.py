@@ -88,7 +88,7 @@ class ResultTaker:
         failed_rows = {row - first_row for row in results.failed}
         accepted = verify_match(draft, results.token_ids[first_row : first_row + 1 + len(draft)], failed_rows)
         if self._speculator is not None:
-            self._speculator.verified(sequence.request.request_id, draft, accepted.num_accepted)
+            self._speculator.verified(sequence.request.request_id, draft, [row - 1 for row in accepted.rows[1:]])
         return accepted
 
     def _move_kv(self, sequence: Sequence, rows: Chunks[int]) -> None:

@@ -56,6 +56,15 @@ class KnowsConfidence(Protocol):
 
 
 @runtime_checkable
+class LooksUp(Protocol):
+    """A drafter that finds the context's end in what stood before: the longer the match, the surer its guesses."""
+
+    def match_length(self, request_id: RequestId) -> int:
+        """Of the last guess, which was not empty: so many tokens stood before it both times."""
+        ...
+
+
+@runtime_checkable
 class ReadsHiddenStates(Protocol):
     """A drafter that guesses from the target's hidden states, too."""
 

@@ -7,14 +7,11 @@ batch x (k + 1) rows plus k guesses. Speculation runs at the k whose ratio of th
 from __future__ import annotations
 
 import bisect
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 SMOOTHING = 0.1
-ROUTE_SMOOTHING = 0.02  # of all requests of a tenant: slower than one request's
-MAX_ROUTES = 1024
 # What a drafter is believed to hit before anything was seen: worth a try, not a promise.
 INITIAL_ACCEPTANCE = 0.6
 # A gain below this is noise of the cost table.
@@ -31,7 +28,7 @@ class StepCosts:
     step_ms: tuple[float, ...]
     draft_ms: float
 
-    def verification_ms(self, num_rows: int) -> float:
+    def verification_ms(self, num_rows: float) -> float:
         """Between measured sizes: linear; beyond the last one: proportional to the rows."""
         if num_rows >= self.rows[-1]:
             return self.step_ms[-1] * num_rows / self.rows[-1]
@@ -82,22 +79,22 @@ def best_cut(confidences: Sequence[float], batch_size: int, costs: StepCosts) ->
     return best
 
 
-class RouteAcceptance:
-    """What a drafter hit lately for one tenant: where its next request starts. Holds the `MAX_ROUTES` latest."""
+def is_worth_asking(
+    confidences: Sequence[float], acceptance: float, batch_size: int, costs: StepCosts, max_drafts: int
+) -> bool:
+    """Whether one more drafter, that is expected to hit `acceptance`, pays beside guesses as sure as `confidences`, the
+    surest first. `costs` are with that drafter's guesses.
 
-    def __init__(self) -> None:
-        self._acceptance: OrderedDict[tuple[str, bytes], float] = OrderedDict()
-
-    def of(self, drafter: str, scope_key: bytes) -> float:
-        return self._acceptance.get((drafter, scope_key), INITIAL_ACCEPTANCE)
-
-    def saw(self, drafter: str, scope_key: bytes, num_proposed: int, num_accepted: int) -> None:
-        """A verified step of one of its requests."""
-        route = (drafter, scope_key)
-        acceptance = self._acceptance.pop(route, INITIAL_ACCEPTANCE)
-        self._acceptance[route] = _after_trials(acceptance, num_proposed, num_accepted, ROUTE_SMOOTHING)
-        if len(self._acceptance) > MAX_ROUTES:
-            self._acceptance.popitem(last=False)
+    It helps where the first guess in hand is wrong: so much of its tokens counts, and of the rows to verify.
+    """
+    kept = best_cut(confidences, batch_size, costs)
+    tokens = 1 + sum(confidences[:kept])
+    wrong = 1 - confidences[0] if kept else 1.0
+    num_drafts = best_num_drafts(acceptance, batch_size, costs, max_drafts)
+    more = tokens + wrong * (expected_tokens(acceptance, num_drafts) - 1)
+    more_ms = costs.verification_ms(batch_size * (1 + kept + wrong * num_drafts))
+    more_ms += num_drafts * costs.draft_ms * batch_size
+    return more / more_ms > tokens / costs.verification_ms(batch_size * (1 + kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +124,12 @@ def num_drafts_now(state: GateState, batch_size: int, costs: StepCosts, max_draf
 
 def after_step(state: GateState, num_proposed: int, num_accepted: int) -> GateState:
     """The record after a verified step."""
-    acceptance = _after_trials(state.acceptance, num_proposed, num_accepted, SMOOTHING)
+    acceptance = after_trials(state.acceptance, num_proposed, num_accepted, SMOOTHING)
     shorter = COOL_DOWN_STEPS if num_accepted else state.next_cool_down
     return replace(state, acceptance=acceptance, next_cool_down=shorter)
 
 
-def _after_trials(acceptance: float, num_proposed: int, num_accepted: int, smoothing: float) -> float:
+def after_trials(acceptance: float, num_proposed: int, num_accepted: int, smoothing: float) -> float:
     """Each draft up to the first rejection is one trial."""
     for index in range(min(num_accepted + 1, num_proposed)):
         acceptance += smoothing * ((1.0 if index < num_accepted else 0.0) - acceptance)

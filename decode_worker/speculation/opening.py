@@ -8,6 +8,8 @@ from cluster.errors import StartupError
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.draft import Drafter
 from decode_worker.speculation.draft_model import open_draft_model
+from decode_worker.speculation.eagle import EagleDrafter
+from decode_worker.speculation.medusa import MedusaDrafter
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.speculator import OFF, DraftingSpeculator
 from decode_worker.speculation.step_costs import measure_step_costs
@@ -17,7 +19,7 @@ from engine.runner_factory import BuiltRunner
 
 logger = logging.getLogger(__name__)
 
-AUTO_DRAFTER = "suffix"
+AUTO_LOOK_UP = "ngram"
 
 
 def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> DraftingSpeculator | None:
@@ -30,21 +32,44 @@ def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> DraftingSpe
         )
     if settings.speculation == OFF:
         return None
-    drafters: dict[str, Drafter] = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
-    draft_ms: dict[str, float] = {}
-    default = AUTO_DRAFTER if settings.speculation == "auto" else settings.speculation
-    if settings.speculation == "eagle" or settings.speculation == "medusa":
-        trained = open_trained(settings.speculation, settings, built.config)
-        drafters, draft_ms = {default: trained}, {default: measure_guess_ms(trained, built.config.hidden_size)}
-    elif settings.speculation == "draft":
-        drafter, own = open_draft_model(settings, built.config)
-        drafters = {default: drafter}
-        draft_ms = {default: measure_step_costs(own.runner, own.memory.num_blocks, settings.block_tokens).step_ms[0]}
-    elif settings.speculation != "auto":
-        drafters = {default: drafters[default]}
+    drafters, draft_ms, default_way = _open_drafters(settings, built)
     costs = measure_step_costs(built.runner, built.memory.num_blocks, settings.block_tokens)
     measured = {"rows": costs.rows, "step_ms": costs.step_ms, "guess_ms": draft_ms}
     logger.info("step costs measured", extra=measured)
     return DraftingSpeculator(
-        drafters, default, settings.num_drafts, costs, draft_ms, verifies_trees=built.runner.verifies_trees
+        drafters, default_way, settings.num_drafts, costs, draft_ms, verifies_trees=built.runner.verifies_trees
     )
+
+
+def _open_drafters(
+    settings: WorkerSettings, built: BuiltRunner
+) -> tuple[dict[str, Drafter], dict[str, float], tuple[str, ...]]:
+    """Drafters by name, what a guess of them takes, and whom a request asks that names none."""
+    name = settings.speculation
+    look_ups: dict[str, Drafter] = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
+    if name in look_ups:
+        return {name: look_ups[name]}, {}, (name,)
+    if name == "draft":
+        drafter, own = open_draft_model(settings, built.config)
+        costs = measure_step_costs(own.runner, own.memory.num_blocks, settings.block_tokens)
+        return {name: drafter}, {name: costs.step_ms[0]}, (name,)
+    if name == "eagle" or name == "medusa":
+        trained = open_trained(name, settings, built.config)
+        return {name: trained}, {name: measure_guess_ms(trained, built.config.hidden_size)}, (name,)
+    eagle = _open_eagle_if_there(settings, built)
+    if eagle is None:
+        return look_ups, {}, (AUTO_LOOK_UP,)
+    return (
+        look_ups | {"eagle": eagle},
+        {"eagle": measure_guess_ms(eagle, built.config.hidden_size)},
+        (AUTO_LOOK_UP, "eagle"),
+    )
+
+
+def _open_eagle_if_there(settings: WorkerSettings, built: BuiltRunner) -> EagleDrafter | MedusaDrafter | None:
+    """`auto` does without a trained drafter where the model has none."""
+    try:
+        return open_trained("eagle", settings, built.config)
+    except StartupError as error:
+        logger.info("speculation auto looks up only", extra={"reason": error.message})
+        return None

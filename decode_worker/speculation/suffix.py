@@ -65,7 +65,10 @@ class _Automaton:
 
 
 class SuffixDrafter:
-    """Guesses what followed the longest earlier occurrence of the context's end."""
+    """Guesses what followed the longest earlier occurrence of the context's end.
+
+    Implements `draft.Drafter` and `draft.LooksUp`.
+    """
 
     name = "suffix"
 
@@ -88,6 +91,9 @@ class SuffixDrafter:
         if length < self._min_match:
             return Draft()
         return Draft.chain(automaton.token_ids[start : start + min(num_drafts, length)])
+
+    def match_length(self, request_id: RequestId) -> int:
+        return self._automata[request_id].match()[0]
 
     def forget(self, request_id: RequestId) -> None:
         self._automata.pop(request_id, None)

@@ -66,7 +66,9 @@ def test_an_engines_totals_become_counters_once() -> None:
         "speculation_steps": 5.0,
         "speculation_drafts_proposed": 9.0,
         "speculation_proposed_at_1": 5.0,
-        "speculation_accepted_at_2": 1.0,
+        "speculation_eagle_steps": 4.0,
+        "speculation_eagle_proposed_at_1": 4.0,
+        "speculation_ngram_accepted_at_2": 1.0,
         "speculation_no_draft_no_match": 3.0,
     }
     for factor in (1, 1, 2):
@@ -76,6 +78,10 @@ def test_an_engines_totals_become_counters_once() -> None:
     assert f"tandem_num_preemptions_total{{{labels.format('')}}} 4.0" in text
     assert f"tandem_spec_decode_num_drafts_total{{{labels.format('')}}} 10.0" in text
     per_position = "tandem_spec_decode_draft_tokens_per_pos_total"
-    assert f'{per_position}{{model="m",outcome="proposed",position="1",worker_id="decode-0"}} 10.0' in text
-    assert f'{per_position}{{model="m",outcome="accepted",position="2",worker_id="decode-0"}} 2.0' in text
+    assert (
+        f'{per_position}{{drafter="eagle",model="m",outcome="proposed",position="1",worker_id="decode-0"}} 8.0' in text
+    )
+    assert (
+        f'{per_position}{{drafter="ngram",model="m",outcome="accepted",position="2",worker_id="decode-0"}} 2.0' in text
+    )
     assert 'tandem_spec_decode_no_draft_total{model="m",reason="no_match",worker_id="decode-0"} 6.0' in text

@@ -89,11 +89,14 @@ def test_speculation_shows_acceptance_by_position_and_why_there_was_no_draft() -
         "speculation_proposed_at_2": 20,
         "speculation_accepted_at_2": 10,
         "speculation_proposed_at_3": 0,
+        "speculation_eagle_steps": 10,
+        "speculation_eagle_proposed_at_1": 10,
+        "speculation_eagle_accepted_at_1": 3,
         "speculation_no_draft_no_match": 7,
         "speculation_no_draft_does_not_pay": 12,
         "speculation_no_draft_off": 0,
     }
     text = printed({"model": "m", "workers": [{**WORKER, "counters": counters}]})
-    for part in ("1.75", "0.50 0.50 ", "does not pay 12, no match 7"):
+    for part in ("1.75", "0.50 0.50 ", "does not pay 12, no match 7", "eagle", "1.30", "0.30"):
         assert part in text
     assert "speculation" not in printed(STATUS)

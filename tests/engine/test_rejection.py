@@ -393,7 +393,7 @@ class OtherModel(HashRunner):
 
 def rejecting_speculator() -> DraftingSpeculator:
     drafter = DraftModelDrafter(OtherModel(160, 4), 160, 4, 64, draws_for_rejection=True)
-    return DraftingSpeculator({"draft": drafter}, "draft", 3, None)
+    return DraftingSpeculator({"draft": drafter}, ("draft",), 3, None)
 
 
 def target_law(history: Sequence[int], params: SamplingParams) -> Float64Array:

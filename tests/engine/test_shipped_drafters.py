@@ -73,7 +73,7 @@ def test_tokens_are_those_without_drafts_and_many_guesses_hold(
 ) -> None:
     chosen = settings.model_copy(update={"speculation": kind, "num_drafts": 3})
     # No gate: whether guessing pays on this machine is not the question.
-    speculator = DraftingSpeculator({kind: open_trained(kind, chosen, built.config)}, kind, 3, None)  # type: ignore[arg-type]
+    speculator = DraftingSpeculator({kind: open_trained(kind, chosen, built.config)}, (kind,), 3, None)  # type: ignore[arg-type]
     assert tokens_with(built, chosen, speculator) == plain
     counters = speculator.counters()
     assert counters["speculation_proposed_at_1"] > 20

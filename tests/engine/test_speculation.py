@@ -120,7 +120,7 @@ class TreeDrafter(OracleDrafter):
 
 
 def speculator(drafter: Drafter, costs: StepCosts | None = None, num_drafts: int = NUM_DRAFTS) -> DraftingSpeculator:
-    return DraftingSpeculator({drafter.name: drafter}, drafter.name, num_drafts, costs)
+    return DraftingSpeculator({drafter.name: drafter}, (drafter.name,), num_drafts, costs)
 
 
 def oracle(
@@ -511,7 +511,7 @@ def test_k2_a_prompt_that_landed_whole_still_has_its_first_token_computed_here()
 
 
 def test_a_request_may_turn_it_off_or_name_a_drafter_that_is_here() -> None:
-    drafter = DraftingSpeculator({"ngram": NgramDrafter(), "suffix": SuffixDrafter()}, "suffix", NUM_DRAFTS, None)
+    drafter = DraftingSpeculator({"ngram": NgramDrafter(), "suffix": SuffixDrafter()}, ("suffix",), NUM_DRAFTS, None)
     with EngineBench(speculator=drafter) as bench:
         off = SamplingParams(max_tokens=8, speculation="off", **GREEDY)
         bench.run([prompt(5)], [off])

@@ -97,11 +97,11 @@ def tokens_with(
 def test_s10_tokens_in_float32_are_those_without_drafts(
     built: BuiltRunner, settings: WorkerSettings, plain: list[list[int]]
 ) -> None:
-    junk = DraftingSpeculator({"junk": JunkDrafter()}, "junk", 4, None)
+    junk = DraftingSpeculator({"junk": JunkDrafter()}, ("junk",), 4, None)
     assert tokens_with(built, settings, junk) == plain
     drafters: tuple[Drafter, ...] = (NgramDrafter(), SuffixDrafter())
     for drafter in drafters:
-        speculator = DraftingSpeculator({drafter.name: drafter}, drafter.name, 4, None)
+        speculator = DraftingSpeculator({drafter.name: drafter}, (drafter.name,), 4, None)
         assert tokens_with(built, settings, speculator) == plain
         assert speculator.counters()["speculation_drafts_accepted"] > 0
     # Whether the gate lets anything through depends on this machine's step costs; the tokens do not.
@@ -130,7 +130,7 @@ class BushyDrafter(SuffixDrafter):
 def test_tokens_in_float32_survive_preemption_with_trees(
     built: BuiltRunner, settings: WorkerSettings, way: str, plain: list[list[int]]
 ) -> None:
-    speculator = DraftingSpeculator({"bushy": BushyDrafter()}, "bushy", 15, None)
+    speculator = DraftingSpeculator({"bushy": BushyDrafter()}, ("bushy",), 15, None)
     swap = SwapSpace(built.memory, built.memory.layout.block_bytes, 2**28 if way == "swap" else 0)
     counters: dict[str, float] = {}
     assert tokens_with(built, settings, speculator, num_blocks=12, swap=swap, counters=counters) == plain
@@ -170,7 +170,7 @@ def test_by_rejection_the_model_itself_is_never_rejected(
     """Two runs of one law: p = q at every place, so each guess stays, and greedy tokens are those of plain decoding."""
     chosen = settings.model_copy(update={"draft_model": settings.model, "verification": "rejection"})
     own, draft = open_draft_model(chosen, built.config)
-    speculator = DraftingSpeculator({"draft": own}, "draft", 4, None)
+    speculator = DraftingSpeculator({"draft": own}, ("draft",), 4, None)
     said = tokens_with(built, settings, speculator, max_tokens=12)
     assert said[::2] == [tokens[:12] for tokens in plain[::2]]
     assert said[1::2] != [tokens[:12] for tokens in plain[1::2]], "drawn with noise of its own"
@@ -183,7 +183,7 @@ def test_the_model_itself_as_draft_model_is_always_right(
     built: BuiltRunner, settings: WorkerSettings, plain: list[list[int]]
 ) -> None:
     own, draft = open_draft_model(settings.model_copy(update={"draft_model": settings.model}), built.config)
-    speculator = DraftingSpeculator({"draft": own}, "draft", 4, None)
+    speculator = DraftingSpeculator({"draft": own}, ("draft",), 4, None)
     assert tokens_with(built, settings, speculator) == plain
     counters = speculator.counters()
     # Only the last guesses of a request are dropped: its length ends in the middle of them.

@@ -56,7 +56,7 @@ def junk_medusa() -> Drafter:
 
 def run(drafter: Drafter | None, *, num_blocks: int, chunk: int, at_once: int) -> tuple[list[list[int]], Any]:
     """Tokens of every kind of request; the counters of speculation, and what was said of each position."""
-    speculator = None if drafter is None else DraftingSpeculator({drafter.name: drafter}, drafter.name, 4, None)
+    speculator = None if drafter is None else DraftingSpeculator({drafter.name: drafter}, (drafter.name,), 4, None)
     memory = poisoned_memory(SMALL_LLAMA, dtype="float32", num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
     runner = NativeRunner(SMALL_LLAMA, WEIGHTS, memory, dtype="float32")
     limits = EngineLimits(

@@ -101,7 +101,7 @@ class Way(NamedTuple):
 
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "drafter": ("off", "ngram", "suffix", "draft", "medusa", "eagle", "junk", "bushy"),
+    "drafter": ("off", "ngram", "suffix", "draft", "medusa", "eagle", "cascade", "junk", "bushy"),
     "at_once": (1, 8),
     "chunk": (1, 16, 17),
     "prompt": ("here", "landed"),
@@ -110,7 +110,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def covering_array(factors: dict[str, tuple[Any, ...]], seed: int = 3) -> list[tuple[Any, ...]]:
+def covering_array(factors: dict[str, tuple[Any, ...]], seed: int = 5) -> list[tuple[Any, ...]]:
     """Rows in which every pair of values of two factors occurs; each takes the best of many random candidates."""
     randomness = random.Random(seed)
     columns = list(factors.values())
@@ -127,6 +127,8 @@ def covering_array(factors: dict[str, tuple[Any, ...]], seed: int = 3) -> list[t
         missing -= gained
     return rows
 
+
+CASCADE = ("ngram", "eagle")  # whose guesses are one tree
 
 WAYS = [Way(*row) for row in covering_array(FACTORS)]
 
@@ -223,9 +225,9 @@ class Bench:
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, "small", on_block_freed=self.memory.poison)
         self.speculator = None
         if way.drafter != "off":
-            self.speculator = DraftingSpeculator(
-                {way.drafter: make_drafter(way.drafter)}, way.drafter, NUM_DRAFTS, None
-            )
+            names = CASCADE if way.drafter == "cascade" else (way.drafter,)
+            drafters = {name: make_drafter(name) for name in names}
+            self.speculator = DraftingSpeculator(drafters, names, NUM_DRAFTS, None)
         limits = EngineLimits(
             max_model_len=128, max_sequences=way.at_once, max_batch_tokens=64, long_prefill_token_threshold=way.chunk
         )
@@ -374,6 +376,8 @@ def test_tokens_are_the_models_own(way: Way, grammars: GrammarCompiler, alone: l
     assert equal(said, alone)
     if way.drafter != "off":
         assert counters["speculation_drafts_proposed"] > 0
+    if way.drafter == "cascade":
+        assert min(counters[f"speculation_{name}_steps"] for name in CASCADE) > 0
     if way.drafter in ("draft", "bushy"):
         assert counters["speculation_drafts_accepted"] > 0
     if way.memory != "enough" and way.at_once == 8 and way.prompt == "here":
@@ -475,6 +479,9 @@ MUTANTS = {
         "engine.result_taker.ResultTaker._move_kv", lambda *_: None, "bushy"
     ),
     "siblings see each other": Mutant("engine.draft.Draft.tree_masks", lambda self: (0,) * (1 + len(self)), "bushy"),
+    "a tree's rows stand one behind the other": Mutant(
+        "engine.draft.Draft.depths", lambda self: tuple(range(1, 1 + len(self))), "cascade"
+    ),
     "rejected guesses count for penalties": Mutant("engine.penalties.TokenCounts.ahead", lambda self: self, "junk"),
 }
 

@@ -8,15 +8,13 @@ import pytest
 
 from decode_worker.speculation.gate import (
     COOL_DOWN_STEPS,
-    INITIAL_ACCEPTANCE,
-    MAX_ROUTES,
     GateState,
-    RouteAcceptance,
     StepCosts,
     after_step,
     best_cut,
     best_num_drafts,
     expected_tokens,
+    is_worth_asking,
     may_pay,
     num_drafts_now,
 )
@@ -81,26 +79,6 @@ def test_a_batch_that_is_too_large_for_anyone_starts_no_cool_down() -> None:
     assert num_drafts_now(state, 1, FLAT, 8)[0] > 0, "the others have ended: it guesses at once"
 
 
-def test_a_new_request_starts_where_its_tenants_last_ones_were() -> None:
-    routes = RouteAcceptance()
-    for _ in range(300):
-        routes.saw("ngram", b"chat", 4, 0)
-        routes.saw("ngram", b"edit", 4, 4)
-    assert routes.of("ngram", b"chat") < 0.05
-    assert routes.of("ngram", b"edit") > 0.95
-    assert routes.of("suffix", b"edit") == routes.of("ngram", b"new") == INITIAL_ACCEPTANCE
-    assert num_drafts_now(GateState(routes.of("ngram", b"chat")), 1, FLAT, 8)[0] == 0
-
-
-def test_tenants_do_not_pile_up() -> None:
-    routes = RouteAcceptance()
-    for index in range(2 * MAX_ROUTES):
-        routes.saw("ngram", str(index).encode(), 4, 0)
-        routes.saw("ngram", b"busy", 4, 0)
-    assert routes.of("ngram", b"0") == INITIAL_ACCEPTANCE
-    assert routes.of("ngram", b"busy") < INITIAL_ACCEPTANCE
-
-
 # Rows up to the fourth are hidden behind the weights' reading, those behind it compute.
 KINKED = StepCosts((1, 2, 3, 4, 5, 6, 8, 16), (10.0, 10.0, 10.1, 10.2, 11.4, 12.5, 14.5, 24.0), draft_ms=0.2)
 
@@ -128,3 +106,12 @@ def test_where_even_right_guesses_do_not_pay_nobody_is_asked() -> None:
     assert may_pay(4, KINKED, 4)
     assert not may_pay(16, KINKED, 4)
     assert not may_pay(1, STEEP, 8)
+
+
+def test_another_drafter_is_asked_where_the_guesses_in_hand_may_be_wrong() -> None:
+    sure, unsure = (0.95, 0.9, 0.86, 0.8), (0.2, 0.1)
+    assert is_worth_asking(unsure, 0.5, 1, KINKED, 4)
+    assert not is_worth_asking(sure, 0.5, 1, KINKED, 4), "a guess costs, and the copy goes on without it"
+    assert not is_worth_asking(unsure, 0.05, 1, KINKED, 4), "it is not expected to hit"
+    assert not is_worth_asking(unsure, 0.9, 16, KINKED, 4), "every row computes"
+    assert is_worth_asking((), 0.5, 1, KINKED, 4)
