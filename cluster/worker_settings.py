@@ -85,7 +85,10 @@ class PoolSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    num_threads: int = Field(default=1, ge=1, description="compute threads of each")
+    num_threads: int = Field(default=1, ge=1, description="compute threads of each process")
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="processes that share one worker's model, each a part of its heads"
+    )
     max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
     itl_slo_ms: float = Field(
         default=DEFAULT_ITL_SLO_MS,

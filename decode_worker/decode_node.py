@@ -203,6 +203,7 @@ def _identity(context: WorkerContext, parts: WorkerEngine) -> HandoffIdentity:
         layout=parts.layout,
         hash_test_vector=hash_test_vector(parts.layout.block_tokens),
         host_id=read_host_id(),
+        tp_size=context.settings.tensor_parallel,
     )
 
 

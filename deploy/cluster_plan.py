@@ -16,13 +16,13 @@ from cluster.embedded_redis import prepare_embedded_redis
 from cluster.errors import StartupError
 from cluster.model_files import served_name
 from cluster.process_guard import thread_environment
+from cluster.python_modules import python_command
 from cluster.router_settings import RouterLimits, RouterSettings
 from cluster.rpc_security import RpcSecurity, is_loopback, kept_secret, write_secret
 from cluster.settings_flags import settings_to_arguments
 from cluster.worker_settings import EngineSettings, PoolSettings, WorkerSettings
 from deploy.cluster_secrets import ClusterSecrets
 from deploy.config import ClusterConfig, PoolConfig
-from deploy.launcher import python_command
 from deploy.node_addresses import ADDRESS, HOST, MODEL, RUNTIME_DIR, NodeAddresses
 from deploy.probes import pools_probe, redis_probe, router_probe, worker_probe
 from deploy.process_spec import Probe, ProcessSpec, Stage

@@ -63,9 +63,11 @@ class RayConfig(Section):
         default="tandem", pattern=r"^[A-Za-z0-9._-]+$", description="of the cluster within the Ray cluster"
     )
     strategy: Literal["pack", "spread"] = Field(default="spread", description="workers near each other, or apart")
-    prefill_resources: dict[str, float] = Field(default_factory=dict, description="of each prefill worker")
-    decode_resources: dict[str, float] = Field(default_factory=dict, description="of each decode worker")
-    aggregated_resources: dict[str, float] = Field(default_factory=dict, description="of each aggregated worker")
+    prefill_resources: dict[str, float] = Field(default_factory=dict, description="of each rank of a prefill worker")
+    decode_resources: dict[str, float] = Field(default_factory=dict, description="of each rank of a decode worker")
+    aggregated_resources: dict[str, float] = Field(
+        default_factory=dict, description="of each rank of an aggregated worker"
+    )
     secrets_dir: Path | None = Field(
         default=None,
         description="the same path on every node, from `tandem secrets create`: nodes may be several machines; needs "
@@ -104,6 +106,18 @@ class ClusterConfig(EngineSettings, Section):
         if self.verification == "rejection" and self.speculation != "draft":
             raise ValueError("verification rejection is for guesses that are drawn: set speculation to draft, or match")
         return self
+
+
+def ray_of_workers(config: ClusterConfig) -> RayConfig:
+    """`config.ray` with the resources of whole workers: a worker of N ranks needs N times a rank's, on one node."""
+    pools = {"prefill": config.prefill, "decode": config.decode, "aggregated": config.aggregated}
+    resources = {
+        f"{role}_resources": {
+            name: amount * pool.tensor_parallel for name, amount in getattr(config.ray, f"{role}_resources").items()
+        }
+        for role, pool in pools.items()
+    }
+    return config.ray.model_copy(update=resources)
 
 
 def load_cluster_config(path: Path) -> ClusterConfig:

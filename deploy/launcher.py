@@ -10,15 +10,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Protocol
 
-import tandem.v1
-
-import cluster
 from cluster.errors import StartupError
 from cluster.guarded_exec import guarded_command
+from cluster.python_modules import module_environment
 from deploy.process_log import ProcessLog
 from deploy.process_spec import ProcessSpec
 
@@ -116,17 +113,3 @@ class _LocalProcess:
 
     def last_lines(self, count: int) -> list[str]:
         return self._log.last_lines(count)
-
-
-def python_command(module: str, *arguments: str) -> tuple[str, ...]:
-    """Runs one of our modules; `-P` keeps the current directory from shadowing it."""
-    return (sys.executable, "-P", "-m", module, *arguments)
-
-
-def module_environment() -> dict[str, str]:
-    """Our environment with the folders that our own packages came from: children work uninstalled as well."""
-    roots = [str(Path(next(iter(package.__path__))).resolve()) for package in (cluster, tandem.v1)]
-    folders = [str(Path(roots[0]).parent), str(Path(roots[1]).parents[1])]
-    inherited = os.environ.get("PYTHONPATH", "")
-    folders += [folder for folder in inherited.split(os.pathsep) if folder and folder not in folders]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}

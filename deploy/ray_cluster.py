@@ -22,10 +22,10 @@ from typing import Any
 import psutil
 
 from cluster.errors import StartupError
+from cluster.python_modules import module_environment
 from cluster.rpc import free_loopback_port
 from cluster.rpc_security import new_secret, write_secret
 from deploy.config import ClusterConfig
-from deploy.launcher import module_environment
 from deploy.runtime_dir import default_base, make_private, new_run
 
 NAMESPACE = "tandem"

@@ -16,7 +16,7 @@ from typing import Any
 from cluster.errors import StartupError
 from cluster.process_guard import StopSignals
 from deploy.cluster_plan import ClusterPlan
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, ray_of_workers
 from deploy.launcher import Launcher
 from deploy.local_cluster import run_cluster
 from deploy.node_addresses import NodeAddresses
@@ -94,7 +94,8 @@ class ClusterController:
 
     def _new_launcher(self, logs: Path, plan: ClusterPlan) -> Launcher:
         workers = [spec for spec in plan.processes if spec.stage is Stage.WORKER]
-        self._launcher = RayLauncher(self._hosts_run, logs, self._config.ray, workers, self._config.model, self._nodes)
+        resources = ray_of_workers(self._config)
+        self._launcher = RayLauncher(self._hosts_run, logs, resources, workers, self._config.model, self._nodes)
         return self._launcher
 
     # --- `ClusterDisplay` ---------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ from pathlib import Path
 from cluster.errors import StartupError
 from engine.weights.gguf_weights import GgufWeights
 from engine.weights.safetensors_weights import SafetensorsWeights
-from engine.weights.weight_source import WeightSource
+from engine.weights.weight_source import WeightFile
 
 # Opening one runs code that its author chose.
 _PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 
 
-def open_weights(path: Path) -> WeightSource:
+def open_weights(path: Path) -> WeightFile:
     """The checkpoint at `path`; the caller closes it. Raises `StartupError` in one line: what is wrong, what to do."""
     refuse_pickle(path)
     if path.is_dir():

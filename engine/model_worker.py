@@ -88,4 +88,5 @@ def open_model_engine(
         },
         grammars=grammars,
         store=store,
+        sharded=built.sharded,
     )

@@ -25,9 +25,11 @@ from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
 from engine.model_loader import open_weights, refuse_pickle
 from engine.step import ModelRunner
+from engine.tensor_parallel.rank_runner import RunnerChoice
+from engine.tensor_parallel.sharded_runner import ShardedRunner, open_sharded_runner
 from engine.torch_runner import TorchRunner
 from engine.triton_runner import triton_device, triton_runner
-from engine.weights.weight_source import WeightSource
+from engine.weights.weight_source import WeightFile
 
 MAX_DEFAULT_KV_BYTES = 2**30
 # Of what is free now: a machine runs several workers, and the weights of the next one must fit too.
@@ -51,7 +53,7 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True)
 class BuiltRunner:
-    """A model ready to run. Owned by the worker, which closes `memory` after its engine has stopped."""
+    """A model ready to run. Owned by the worker, which closes it after its engine has stopped."""
 
     runner: ModelRunner
     memory: KvMemory
@@ -61,6 +63,11 @@ class BuiltRunner:
     @property
     def config(self) -> ModelConfig:
         return self.runner.config
+
+    @property
+    def sharded(self) -> ShardedRunner | None:
+        """The runner where other processes are ranks of it: closed before the memory is."""
+        return self.runner if isinstance(self.runner, ShardedRunner) else None
 
 
 def build_runner(settings: WorkerSettings, *, shareable_pool: bool = False) -> BuiltRunner:
@@ -76,9 +83,11 @@ def build_runner(settings: WorkerSettings, *, shareable_pool: bool = False) -> B
         device = _device(settings)
         dtype = resolve_dtype(settings.dtype, device, cpu_features())
         layout = layout_of(weights.config, FP8_KV if settings.kv_dtype == "fp8" else dtype, settings.block_tokens)
-        memory = _open_memory(settings, layout, device, shareable=shareable_pool)
+        is_sharded = settings.tensor_parallel > 1
+        memory = _open_memory(settings, layout, device, shareable=shareable_pool or is_sharded)
         try:
-            runner, fallback = _pick_backend(settings, weights, memory, dtype, max_model_len)
+            pick_backend = _sharded_runner if is_sharded else _pick_backend
+            runner, fallback = pick_backend(settings, weights, memory, dtype, max_model_len)
         except BaseException:
             memory.close()
             raise
@@ -149,7 +158,7 @@ def free_memory_bytes() -> int:
 
 
 def _pick_backend(
-    settings: WorkerSettings, weights: WeightSource, memory: KvMemory, dtype: str, max_model_len: int
+    settings: WorkerSettings, weights: WeightFile, memory: KvMemory, dtype: str, max_model_len: int
 ) -> tuple[ModelRunner, Fallback | None]:
     if settings.backend == "triton":
         on_gpu = triton_runner(
@@ -161,12 +170,7 @@ def _pick_backend(
             )
         return on_gpu, None
     if settings.backend == "torch":
-        if settings.quantization != "none":
-            raise StartupError(
-                f"backend torch keeps weights in the model's dtype: quantization {settings.quantization} "
-                "needs backend native",
-                param="quantization",
-            )
+        _refuse_quantization(settings)
         return TorchRunner(weights, memory, dtype=dtype, max_model_len=max_model_len), None
     try:
         return _native_runner(settings, weights, memory, dtype), None
@@ -178,7 +182,39 @@ def _pick_backend(
         return runner, Fallback("backend", wanted="native", used="torch", reason=error.message)
 
 
-def _native_runner(settings: WorkerSettings, weights: WeightSource, memory: KvMemory, dtype: str) -> ModelRunner:
+def _sharded_runner(
+    settings: WorkerSettings, weights: WeightFile, memory: KvMemory, dtype: str, max_model_len: int
+) -> tuple[ModelRunner, Fallback | None]:
+    if settings.backend == "native":
+        raise StartupError(
+            "backend native computes in one process: set num_threads instead of tensor_parallel, or backend torch",
+            param="tensor_parallel",
+        )
+    if settings.backend == "triton":
+        raise StartupError(
+            "backend triton runs on one GPU: a pool over several GPUs' memories is not there yet, leave "
+            "tensor_parallel at 1",
+            param="tensor_parallel",
+        )
+    _refuse_quantization(settings)
+    runner = open_sharded_runner(
+        settings, weights, memory, RunnerChoice("torch", settings.quantization, dtype, max_model_len)
+    )
+    if settings.backend == "torch":
+        return runner, None
+    return runner, Fallback("backend", wanted="native", used="torch", reason="native does not shard a model")
+
+
+def _refuse_quantization(settings: WorkerSettings) -> None:
+    if settings.quantization != "none":
+        raise StartupError(
+            f"backend torch keeps weights in the model's dtype: quantization {settings.quantization} "
+            "needs backend native",
+            param="quantization",
+        )
+
+
+def _native_runner(settings: WorkerSettings, weights: WeightFile, memory: KvMemory, dtype: str) -> ModelRunner:
     if settings.quantization == "fp8":
         raise StartupError("quantization fp8 needs backend triton", param="quantization")
     if settings.kv_dtype == "fp8":

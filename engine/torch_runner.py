@@ -13,6 +13,7 @@ from engine.kernels.table import REFERENCE, OperationTable
 from engine.model_config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.step import LayerCallback, StepInput, StepOutput
+from engine.tensor_parallel.ranks import Ranks
 from engine.weights.weight_source import WeightSource
 
 
@@ -24,7 +25,7 @@ class PoolTensor(Protocol):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]`."""
+        """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]`; its heads may be some of a larger pool's."""
         ...
 
 
@@ -45,8 +46,10 @@ class TorchRunner:
         max_model_len: int = 0,
         operations: OperationTable = REFERENCE,
         backend: str = "torch",
+        ranks: Ranks | None = None,
     ) -> None:
         """Computes in `dtype`; without one, in the pool's. `max_model_len` bounds positions; 0: the model's context.
+        `ranks`: the others of a sharded model, of which `weights` and `memory` are this rank's part.
 
         Raises `StartupError` when the pool was laid out for another model.
         """
@@ -64,6 +67,7 @@ class TorchRunner:
                 dtype=TORCH_DTYPES[dtype or layout.dtype],
                 device=self._pool.device,
                 max_positions=max_model_len or self.config.max_model_len,
+                ranks=ranks,
             )
 
     def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:

@@ -10,6 +10,7 @@ from cluster.errors import StartupError
 from engine.decode_graphs import Capture, DecodeGraphs
 from engine.interpreter_turn import interpreter_turn, is_interpreting
 from engine.step import LayerCallback, StepInput, StepOutput
+from engine.tensor_parallel.ranks import Ranks
 from engine.torch_runner import PoolTensor, TorchRunner
 from engine.weights.weight_source import WeightSource
 
@@ -77,7 +78,13 @@ class TritonRunner(TorchRunner):
 
 
 def triton_runner(
-    weights: WeightSource, memory: PoolTensor, *, quantization: str, max_model_len: int, dtype: str = ""
+    weights: WeightSource,
+    memory: PoolTensor,
+    *,
+    quantization: str,
+    max_model_len: int,
+    dtype: str = "",
+    ranks: Ranks | None = None,
 ) -> TritonRunner:
     """Call `triton_device` first: it says what is missing."""
     # Not at the top: triton need not be installed where nobody asks for it.
@@ -85,5 +92,5 @@ def triton_runner(
 
     operations = triton_operations(quantization)
     return TritonRunner(
-        weights, memory, dtype=dtype, max_model_len=max_model_len, operations=operations, backend="triton"
+        weights, memory, dtype=dtype, max_model_len=max_model_len, operations=operations, backend="triton", ranks=ranks
     )

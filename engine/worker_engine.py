@@ -32,6 +32,7 @@ from engine.step_budget import StepBudget
 if TYPE_CHECKING:  # a mock worker runs without torch
     from engine.grammar_compiler import GrammarCompiler
     from engine.runner_factory import BuiltRunner
+    from engine.tensor_parallel.sharded_runner import ShardedRunner
 
 OpenSpeculator = Callable[[WorkerSettings, "BuiltRunner"], Speculator | None]
 
@@ -53,6 +54,7 @@ class WorkerEngine:
     details: dict[str, str]  # what a status shows and nobody computes with
     grammars: GrammarCompiler | None = None  # None: this engine takes no constrained requests
     store: BlockStore | None = None  # the tiers below the pool
+    sharded: ShardedRunner | None = None  # None: one process runs the whole model
 
     @property
     def layout(self) -> KvLayout:
@@ -66,7 +68,7 @@ class WorkerEngine:
             model_fingerprint=self.config.fingerprint,
             layout=_layout_message(self.layout),
             max_model_len=self.max_model_len,
-            tp_size=1,
+            tp_size=context.settings.tensor_parallel,
             vocab_size=self.config.vocab_size,
             engine=self.kind,
         )
@@ -102,12 +104,14 @@ class WorkerEngine:
         return num_dropped
 
     def close(self, timeout_s: float) -> None:
-        """Ends the engine's threads, then gives the memory back."""
+        """Ends the engine's threads and the other ranks, then gives the memory back."""
         self.engine.stop(timeout_s)
         if self.grammars is not None:
             self.grammars.close()
         if self.store is not None:
             self.store.close()
+        if self.sharded is not None:
+            self.sharded.close()
         self.memory.close()
 
 

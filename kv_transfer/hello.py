@@ -29,14 +29,14 @@ class HandoffIdentity:
     layout: KvLayout
     hash_test_vector: bytes
     host_id: str
-    tp_rank: int = 0
+    tp_rank: int = 0  # of one whose pool has a part of the heads; ranks of one worker share a pool of all heads
     tp_size: int = 1
 
     def identity_message(self) -> common_pb2.WorkerIdentity:
         return common_pb2.WorkerIdentity(worker_id=self.worker_id, incarnation=self.incarnation, role=self.role)
 
     def heads(self) -> handoff_pb2.HeadRange:
-        """The KV heads that this worker's pool holds; with tensor parallelism each rank has its own part."""
+        """The KV heads that this worker's pool holds: all of the model's, or those of its rank."""
         return handoff_pb2.HeadRange(first=self.tp_rank * self.layout.num_kv_heads, count=self.layout.num_kv_heads)
 
 
@@ -76,8 +76,9 @@ def compare(mine: HandoffIdentity, hello: handoff_pb2.Hello) -> list[handoff_pb2
         ("layout.dtype", layout.dtype, theirs.dtype, True),
         ("layout.block_tokens", layout.block_tokens, theirs.block_tokens, not _divides(layout, theirs)),
         ("layout.order", layout.order, theirs.order, True),
-        ("tp_size", mine.tp_size, hello.tp_size, True),
-        ("tp_rank", mine.tp_rank, hello.tp_rank, True),
+        # With the number of heads in the layout: the same heads of the same model, however many ranks compute them.
+        ("heads.first", mine.heads().first, hello.heads.first, True),
+        ("tp_size", mine.tp_size, hello.tp_size, False),
         ("hash_algorithm", HASH_ALGORITHM, hello.hash_algorithm, True),
         ("hash_test_vector", mine.hash_test_vector.hex(), their_vector.hex(), True),
         ("digest_algorithm", DIGEST_ALGORITHM, hello.digest_algorithm, True),

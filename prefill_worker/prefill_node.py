@@ -66,6 +66,7 @@ class PrefillNode:
             layout=layout,
             hash_test_vector=hash_test_vector(layout.block_tokens),
             host_id=read_host_id(),
+            tp_size=settings.tensor_parallel,
         )
         self._limits = PrefillLimits(
             vocab_size=parts.config.vocab_size,

@@ -242,7 +242,13 @@ def open_draft_model(settings: WorkerSettings, target: ModelConfig) -> tuple[Dra
     if not settings.draft_model:
         raise StartupError("speculation draft needs a model: name one with --draft-model", param="draft_model")
     own = settings.model_copy(
-        update={"model": settings.draft_model, "num_kv_blocks": 0, "kv_cache_bytes": 0, "max_model_len": 0}
+        update={
+            "model": settings.draft_model,
+            "num_kv_blocks": 0,
+            "kv_cache_bytes": 0,
+            "max_model_len": 0,
+            "tensor_parallel": 1,  # small: it would wait for its ranks more than compute
+        }
     )
     built = build_runner(own)
     try:

@@ -65,7 +65,8 @@ class AttentionPlan:
 
     def __init__(self, shape: AttentionShape, pool: torch.Tensor, groups: list[_Group], num_tokens: int) -> None:
         self._shape = shape
-        self._cells = pool.view(-1, pool.shape[4] * pool.shape[5])
+        self._cells = _flat_cells(pool)
+        self._layer_cells = _cell_strides(pool)[1]
         self._groups = groups
         self._num_tokens = num_tokens
         self._block_tokens = int(pool.shape[4])
@@ -79,7 +80,7 @@ class AttentionPlan:
         The keys and values of this step must be in the pool.
         """
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        cells_before_layer = layer * 2 * self._shape.num_kv_heads
+        cells_before_layer = layer * self._layer_cells
         for group in self._groups:
             keys, values = self._fetch(group, cells_before_layer)
             answer = self._attend_group(group, query, keys, values)
@@ -125,6 +126,22 @@ def plan_attention(step: StepInput, shape: AttentionShape, pool: torch.Tensor) -
     """What `step` has to fetch and mask, over a pool `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`."""
     planner = _Planner(step, shape, pool)
     return AttentionPlan(shape, pool, [planner.group(members) for members in planner.members()], step.num_tokens)
+
+
+def _flat_cells(pool: torch.Tensor) -> torch.Tensor:
+    """The pool as rows, one for each head's keys or values of a (block, layer): `[cells, block_tokens * head_dim]`.
+
+    From its own first cell to its last. Where the pool is some heads of a larger one, other heads' rows lie between.
+    """
+    row = int(pool.shape[4] * pool.shape[5])
+    last = sum((size - 1) * stride for size, stride in zip(pool.shape[:4], _cell_strides(pool), strict=True))
+    return pool.as_strided((last + 1, row), (row, 1))
+
+
+def _cell_strides(pool: torch.Tensor) -> tuple[int, ...]:
+    """Rows of `_flat_cells` from a block, layer, kv and head to the next one."""
+    row = int(pool.shape[4] * pool.shape[5])
+    return tuple(stride // row for stride in pool.stride()[:4])
 
 
 class _Planner:
@@ -183,16 +200,16 @@ class _Planner:
         )
 
     def _cells(self, members: IndexArray, width: int) -> IndexArray:
-        """Rows of `pool.view(cells, block_tokens * head_dim)` of layer 0, ordered (kv, sequence, head, block)."""
+        """Rows of `_flat_cells` of layer 0, ordered (kv, sequence, head, block)."""
         columns = self._first_blocks[members][:, None] + np.arange(width)
         # Past a sequence's last block the table is not to be read: fetch that block again, it is zeroed below.
         last = self._first_blocks[members] + self._num_blocks[members] - 1
         columns = np.minimum(columns, last[:, None])
         blocks = np.take_along_axis(self._step.block_tables[members].astype(np.int64), columns, axis=1)
-        num_layers, num_kv_heads = int(self._pool.shape[1]), self._shape.num_kv_heads
-        first_cells = blocks * (num_layers * 2 * num_kv_heads)  # [G, W]
-        keys_and_values = np.arange(2)[:, None, None, None] * num_kv_heads
-        heads = np.arange(num_kv_heads)[None, None, :, None]
+        block_cells, _, kv_cells, head_cells = _cell_strides(self._pool)
+        first_cells = blocks * block_cells  # [G, W]
+        keys_and_values = np.arange(2)[:, None, None, None] * kv_cells
+        heads = np.arange(self._shape.num_kv_heads)[None, None, :, None] * head_cells
         cells: IndexArray = (first_cells[None, :, None, :] + keys_and_values + heads).reshape(-1)
         return cells
 

@@ -5,6 +5,9 @@
 
 All tokens of all sequences lie end to end; only the attention plan knows where a sequence ends. Which code runs an
 operation is the table's business, where weights come from the source's.
+
+Of a sharded model (`engine.tensor_parallel`) each rank runs this on its part of the weights: `out`, `down` and the
+embedding are sums over the ranks, so that hidden states are whole everywhere, and rank 0 gathers the logits.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from engine.kernels.table import AttentionPlan, OperationTable
 from engine.model_config import ModelConfig
 from engine.models.rope import query_factor, rope_table
 from engine.step import LayerCallback, StepInput, StepOutput
+from engine.tensor_parallel.ranks import Ranks
+from engine.tensor_parallel.shard import Shard
 from engine.weights.weight_source import WeightSource
 
 
@@ -60,16 +65,21 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
+        ranks: Ranks | None = None,
     ) -> None:
-        """Reads every tensor of `weights` into `dtype` on `device`; the source may be closed afterwards."""
+        """Reads every tensor of `weights` into `dtype` on `device`; the source may be closed afterwards.
+
+        With `ranks`, `weights` are this rank's part and `pool` has its KV heads alone.
+        """
         self.config: ModelConfig = weights.config
         self._operations = operations
+        self._ranks = ranks
         self.attention_shape = AttentionShape(
             self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.config.sliding_window
         )
         self._cos, self._sin = rope_table(self.config, max_positions, device)
         self._query_factor = query_factor(self.config.rope_scaling)
-        loader = _Loader(weights, operations, dtype, device)
+        loader = _Loader(weights, operations, dtype, device, ranks)
         self._embedding = loader.tensor("model.embed_tokens.weight")
         self._layers = [loader.layer(index) for index in range(self.config.num_layers)]
         self._final_norm = loader.tensor("model.norm.weight")
@@ -99,9 +109,12 @@ class Decoder:
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, step.positions)
             operations.kv_write(key, value, pool, index, step.slots)
-            if layer_done is not None:
+            if layer_done is not None and self._ranks is None:
                 layer_done(index)
             hidden = layer.attention_output(step.plan.attend(query, index))
+            if layer_done is not None and self._ranks is not None:
+                # A rank gives its part of this sum after it has written its KV: now every head's is there.
+                layer_done(index)
             hidden = operations.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
             hidden = layer.down(operations.silu_multiply(layer.gate_up(hidden)))
             if index + 1 < len(self._layers):
@@ -112,12 +125,24 @@ class Decoder:
             if index in step.tap_layers:  # the norm has just added the layer's output to the residual
                 is_last = index + 1 == len(self._layers)
                 taps.append(residual if is_last else residual.index_select(0, rows))
-        return StepOutput(self._logits(hidden).float(), hidden, torch.stack(taps, dim=1) if taps else None)
+        return StepOutput(self._vocabulary_logits(hidden), hidden, torch.stack(taps, dim=1) if taps else None)
 
     def _embed(self, step: StepTensors) -> torch.Tensor:
         if step.inputs is not None:
             return step.inputs.to(self._embedding.dtype, copy=True)
-        return self._embedding.index_select(0, step.token_ids)
+        if self._ranks is None:
+            return self._embedding.index_select(0, step.token_ids)
+        own = Shard(self._ranks.rank, self._ranks.size).vocabulary(self.config.vocab_size)
+        is_own = (step.token_ids >= own.start) & (step.token_ids < own.stop)
+        rows = self._embedding.index_select(0, torch.where(is_own, step.token_ids - own.start, 0))
+        return self._ranks.sum(rows.masked_fill_(~is_own[:, None], 0))
+
+    def _vocabulary_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 `[rows, vocab_size]`; of a sharded model at rank 0, and elsewhere its own part."""
+        logits = self._logits(hidden)
+        if self._ranks is not None:
+            logits = self._ranks.gather(logits)[:, : self.config.vocab_size]
+        return logits.float()
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, positions: torch.Tensor
@@ -141,12 +166,18 @@ class _Loader:
     """Brings tensors into the model's dtype and device."""
 
     def __init__(
-        self, weights: WeightSource, operations: OperationTable, dtype: torch.dtype, device: torch.device
+        self,
+        weights: WeightSource,
+        operations: OperationTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks | None,
     ) -> None:
         self._weights = weights
         self._operations = operations
         self._dtype = dtype
         self._device = device
+        self._ranks = ranks
 
     def tensor(self, name: str) -> torch.Tensor:
         # Copied even where nothing changes: a mapped file that is replaced on disk must not pull memory from under us.
@@ -163,10 +194,10 @@ class _Loader:
             ),
             query_norm=self.tensor(f"{attention}.q_norm.weight") if has_qk_norm else None,
             key_norm=self.tensor(f"{attention}.k_norm.weight") if has_qk_norm else None,
-            attention_output=self._linear([f"{attention}.o_proj"]),
+            attention_output=self._summed_linear(f"{attention}.o_proj"),
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
-            down=self._linear([f"{mlp}.down_proj"]),
+            down=self._summed_linear(f"{mlp}.down_proj"),
         )
 
     def _linear(self, modules: list[str], *, has_bias: bool = False) -> Linear:
@@ -174,3 +205,8 @@ class _Loader:
         weight = torch.cat([self.tensor(f"{module}.weight") for module in modules])
         bias = torch.cat([self.tensor(f"{module}.bias") for module in modules]) if has_bias else None
         return self._operations.make_linear(weight, bias)
+
+    def _summed_linear(self, module: str) -> Linear:
+        """A layer that each rank has some input columns of."""
+        linear, ranks = self._linear([module]), self._ranks
+        return linear if ranks is None else lambda x: ranks.sum(linear(x))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gguf import quants
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from cluster.errors import StartupError
 from cluster.gguf_file import GgufFile
@@ -50,7 +50,7 @@ _QUANTIZED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", 
 
 
 class GgufWeights:
-    """An open GGUF checkpoint; keeps `engine.weights.weight_source.WeightSource`'s promise."""
+    """An open GGUF checkpoint; keeps `engine.weights.weight_source.WeightFile`'s promise."""
 
     def __init__(self, path: Path) -> None:
         """Raises `StartupError` for a file that cannot be read or that holds another architecture."""
@@ -72,13 +72,18 @@ class GgufWeights:
         return sorted(self._stored_names)
 
     def tensor(self, name: str) -> torch.Tensor:
+        return self._converted(name, self._ordered_rows(name)).view(self._file.tensors[self._stored_names[name]].shape)
+
+    def part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         stored = self._file.tensors[self._stored_names[name]]
-        rows = self._ordered_rows(name)
-        if stored.kind in _FLOATS:
-            weight = torch.from_numpy(rows.copy()).view(_FLOATS[stored.kind]).view(stored.shape)
-            return weight.float() if stored.kind == "F16" else weight
-        values = quants.dequantize(rows, GGMLQuantizationType[stored.kind])
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(stored.shape)
+        if len(stored.shape) == 1:
+            return self.tensor(name)[rows]
+        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[stored.kind]]
+        first, last, _ = columns.indices(stored.shape[1])
+        # Columns are read from the block that holds the first one to that of the last.
+        first_block, last_block = first // block, -(-last // block)
+        content = self._ordered_rows(name)[rows, first_block * block_bytes : last_block * block_bytes]
+        return self._converted(name, content)[:, first - first_block * block : last - first_block * block]
 
     def raw_blocks(self, name: str) -> RawBlocks | None:
         stored = self._file.tensors[self._stored_names[name]]
@@ -88,6 +93,15 @@ class GgufWeights:
 
     def close(self) -> None:
         self._file.close()
+
+    def _converted(self, name: str, content: npt.NDArray[np.uint8]) -> torch.Tensor:
+        """The values of whole blocks `[rows, bytes]`."""
+        kind = self._file.tensors[self._stored_names[name]].kind
+        if kind in _FLOATS:
+            weight = torch.from_numpy(content.copy()).view(_FLOATS[kind])
+            return weight.float() if kind == "F16" else weight
+        values = quants.dequantize(content, GGMLQuantizationType[kind])
+        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
     def _ordered_rows(self, name: str) -> npt.NDArray[np.uint8]:
         rows = self._file.rows(self._stored_names[name])

@@ -31,7 +31,7 @@ _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
 
 class SafetensorsWeights:
-    """An open checkpoint directory; keeps `engine.weights.weight_source.WeightSource`'s promise."""
+    """An open checkpoint directory; keeps `engine.weights.weight_source.WeightFile`'s promise."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `StartupError` for a directory that is incomplete, corrupt or of another architecture."""
@@ -73,6 +73,14 @@ class SafetensorsWeights:
         if matrix is not None:
             return matrix.dequantized()
         weight: torch.Tensor = self._file_of[name].get_tensor(name)
+        return weight.float() if weight.dtype == torch.float16 else weight
+
+    def part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        matrix = self._quantized(name)
+        if matrix is not None:
+            return matrix.dequantized()[rows, columns]
+        stored = self._file_of[name].get_slice(name)
+        weight: torch.Tensor = stored[rows] if len(stored.get_shape()) == 1 else stored[rows, columns]
         return weight.float() if weight.dtype == torch.float16 else weight
 
     def raw_blocks(self, name: str) -> RawBlocks | None:

@@ -1,6 +1,6 @@
 """What a checkpoint gives, whatever file it came from: its config and its tensors under Hugging Face's names.
 
-path ── engine.model_loader.open_weights ──> WeightSource
+path ── engine.model_loader.open_weights ──> WeightFile
                                               ├── GgufWeights         one .gguf file
                                               └── SafetensorsWeights  a directory with config.json
 """
@@ -47,3 +47,11 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class WeightFile(WeightSource, Protocol):
+    """A checkpoint on disk."""
+
+    def part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """Some rows and columns of `tensor`, a vector's elements as rows; the rest is not converted."""
+        ...

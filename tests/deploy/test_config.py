@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartupError
-from deploy.config import DEFAULT_CLUSTER_FILE, ClusterConfig, load_cluster_config, override
+from deploy.config import DEFAULT_CLUSTER_FILE, ClusterConfig, load_cluster_config, override, ray_of_workers
 
 
 def load_text(tmp_path: Path, text: str) -> ClusterConfig:
@@ -74,3 +74,12 @@ def test_flags_replace_single_keys() -> None:
 def test_wrong_flag_names_the_key(values: dict[str, Any], said: str) -> None:
     with pytest.raises(StartupError, match=said):
         override(ClusterConfig(), values)
+
+
+def test_worker_of_several_ranks_asks_ray_for_all_of_them_at_once() -> None:
+    ray = {"prefill_resources": {"GPU": 1, "CPU": 0.5}, "decode_resources": {"GPU": 1}}
+    config = override(ClusterConfig(), {"ray": ray, "prefill.tensor_parallel": 4})
+    asked = ray_of_workers(config)
+    assert asked.prefill_resources == {"GPU": 4, "CPU": 2}
+    assert asked.decode_resources == {"GPU": 1}
+    assert (asked.aggregated_resources, asked.name) == ({}, config.ray.name)

@@ -126,7 +126,8 @@ class WorkerFleet:
         """One prefill and one decode worker."""
         return await asyncio.gather(self.start("prefill", "prefill-0"), self.start("decode", "decode-0"))
 
-    def spawn(self, role: Role, worker_id: str, **settings: object) -> WorkerProcess:
+    def settings(self, role: Role, worker_id: str, **settings: object) -> WorkerSettings:
+        """What `spawn` tells a worker."""
         values = {
             "model": str(self._model),
             "dtype": "float32",
@@ -136,13 +137,16 @@ class WorkerFleet:
             "listen": f"unix:{self._folder}/{worker_id}.sock",
             **settings,
         }
-        worker_settings = WorkerSettings(
+        return WorkerSettings(
             worker_id=worker_id,
             role=role,
             runtime_dir=self._folder,
             cluster_token_file=self._token_file,
             **values,  # type: ignore[arg-type]
         )
+
+    def spawn(self, role: Role, worker_id: str, **settings: object) -> WorkerProcess:
+        worker_settings = self.settings(role, worker_id, **settings)
         module = self._module or ("prefill_worker" if role == "prefill" else "decode_worker")
         log_path = self._folder / f"{worker_id}.log"
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "proto")))}

@@ -50,7 +50,7 @@ def test_fp8_kv_meets_only_its_own_kind(mine: KvLayout, theirs: KvLayout, fatal:
 def test_kv17_kv18_a_shape_that_no_engine_serves_is_refused_by_its_name(
     mine: int, theirs: int, my_block: int, their_block: int, num_kv_heads: int
 ) -> None:
-    """Block sizes of which one divides the other are served; ranks are not, and say so before any KV moves."""
+    """Block sizes of which one divides the other are served; pools of a rank's heads are not, and say so at once."""
     here, there = (
         replace(
             identity(replace(WIDE, num_kv_heads=num_kv_heads // tp_size, block_tokens=block)),
@@ -61,7 +61,22 @@ def test_kv17_kv18_a_shape_that_no_engine_serves_is_refused_by_its_name(
     )
     mismatches = compare(here, make_hello(there, (), b"n", 1))
     fatal = {mismatch.field for mismatch in mismatches if mismatch.fatal}
-    expected = set() if mine == theirs else {"tp_size", "layout.num_kv_heads"}
+    expected = set() if mine == theirs else {"layout.num_kv_heads"}
     if max(my_block, their_block) % min(my_block, their_block):
         expected.add("layout.block_tokens")
     assert fatal == expected
+
+
+@pytest.mark.parametrize(("mine", "theirs"), list(itertools.product((1, 2, 4), repeat=2)))
+def test_workers_with_pools_of_all_heads_meet_whatever_their_numbers_of_ranks(mine: int, theirs: int) -> None:
+    here, there = (replace(identity(WIDE), tp_size=tp_size) for tp_size in (mine, theirs))
+    mismatches = compare(here, make_hello(there, (), b"n", 1))
+    assert not is_refused(mismatches)
+    assert {mismatch.field for mismatch in mismatches} == (set() if mine == theirs else {"tp_size"})
+
+
+def test_pools_of_two_ranks_heads_do_not_meet() -> None:
+    """As many heads in both, and not the same ones."""
+    first, second = (replace(identity(WIDE), tp_rank=rank, tp_size=2) for rank in (0, 1))
+    mismatches = compare(first, make_hello(second, (), b"n", 1))
+    assert [mismatch.field for mismatch in mismatches if mismatch.fatal] == ["heads.first"]

@@ -1,0 +1,1 @@
+"""One model over several processes: each holds a part of every layer's heads and of its MLP."""
