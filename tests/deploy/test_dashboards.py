@@ -84,16 +84,6 @@ def test_the_scrape_configuration_names_the_ports_that_workers_serve(runtime_dir
     assert {f"127.0.0.1:{port}" for port in (*ports, router_port)} == targets
 
 
-def test_manifests_turn_rays_token_on_and_its_dashboard_off() -> None:
-    cluster = yaml.safe_load((DEPLOY / "kubernetes" / "raycluster.yaml").read_text())
-    assert cluster["spec"]["authOptions"] == {"mode": "token"}
-    assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["include-dashboard"] == "false"
-    machines = yaml.safe_load((DEPLOY / "virtual_machines" / "ray-cluster.yaml").read_text())
-    (start,) = (line for line in machines["head_start_ray_commands"] if "ray start" in line)
-    assert "RAY_AUTH_MODE=token" in start
-    assert "--include-dashboard=false" in start
-
-
 @pytest.mark.parametrize("path", sorted((DEPLOY / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_cluster_files_load(path: Path) -> None:
     assert load_cluster_config(path).decode.workers >= 1
