@@ -369,6 +369,8 @@ def _print_plan(made: PdPlan) -> None:
             f"coupled check: {made.check.deployment} carried {made.check.measured_per_s:.2f} requests/s, predicted "
             f"{made.check.predicted_per_s:.2f}: {made.check.share - 1:+.0%}"
         )
+        if made.check.simulated_per_s is not None:
+            typer.echo(f"  simulated with these runs' own arrivals: {made.check.simulated_per_s:.2f} requests/s")
     if made.warning:
         typer.echo(f"careful: {made.warning}")
 

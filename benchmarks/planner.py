@@ -66,6 +66,7 @@ class CoupledCheck:
     measured_per_s: float
     measured_low_per_s: float
     measured_high_per_s: float
+    simulated_per_s: float | None = None  # by the same models in these runs' own arrivals: their luck taken out
 
     @property
     def share(self) -> float:

@@ -134,6 +134,11 @@ def _verdict(data: SweepData) -> str:
             f"[{check['measured_low_per_s']:.2f}, {check['measured_high_per_s']:.2f}], predicted "
             f"{check['predicted_per_s']:.2f}: {plan['prediction_error']:+.0%}."
         )
+        if (simulated := check.get("simulated_per_s")) is not None:
+            lines.append(
+                f"The same models carry {simulated:.2f} (simulated) in these runs' own arrivals: what a few hundred "
+                "requests have of luck is in both."
+            )
     lines += _machine_lines(data)
     if plan["warning"]:
         lines.append(f"<span class=bad>Careful: {_text(plan['warning'])}.</span>")
@@ -148,7 +153,8 @@ def _machine_lines(data: SweepData) -> list[str]:
     if data.of(INTERFERENCE):
         slower = max(map(slow_down, data.of(INTERFERENCE)))
         lines.append(
-            f"Prompts took {slower:.2f} times as long beside decoding sequences as alone; the plan counts that."
+            f"Prompts took {slower:.2f} times as long beside decoding sequences as alone; the plan counts that for the "
+            "share of time in which some decode."
         )
     if len(data.of(DRIFT)) > 1 and abs(drift := drift_share(data.of(DRIFT))) > MAX_DRIFT:
         lines.append(

@@ -15,6 +15,7 @@ is stands in `sweep_measurements`.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -80,7 +81,7 @@ class PoolTimings:
 
     prefill: TimingFit
     decode: TimingFit
-    interference: float  # prefill time beside decoding sequences over prefill time alone, at least 1
+    interference: float  # prefill time while both pools work over prefill time alone, at least 1
     model: CapacityModel  # of the pools while both work
 
 
@@ -161,7 +162,7 @@ class Sweep:
     def timings(self, deployment: str, kv_tokens: int, max_batch: int) -> PoolTimings:
         """The fits of what the store holds, and what the pools do to each other."""
         alone = self._timings_alone(deployment, kv_tokens, max_batch)
-        slower = max(map(slow_down, self._store.points(INTERFERENCE, deployment)), default=1.0)
+        slower = mean_slow_down(self._store.points(INTERFERENCE, deployment), self.settings, alone.model)
         return replace(alone, interference=slower, model=with_slower_prompts(alone.model, slower))
 
     def _timings_alone(self, deployment: str, kv_tokens: int, max_batch: int) -> PoolTimings:
@@ -299,14 +300,26 @@ def grid_lengths(settings: SweepSettings) -> list[int]:
     return sorted({*settings.prefill_lengths, law.low, round(law.mean), law.high})
 
 
-def decoding_batch(settings: SweepSettings, model: CapacityModel) -> int:
-    """Sequences that decode on average at the rate that a pair is predicted to carry, by Little's law; at least one."""
+def mean_decoding(settings: SweepSettings, model: CapacityModel) -> float:
+    """Sequences that decode on average at the rate that a pair is predicted to carry, by Little's law."""
     rate_per_s = min(predicted_capacities(settings, model))
     traffic, batch = settings.traffic, 1.0
     for _ in range(LITTLE_ROUNDS):
-        batch = rate_per_s * traffic.output_tokens * model.tpot_ms(batch, traffic.context_tokens) / 1e3
-        batch = min(max(batch, 1.0), float(model.max_batch))
-    return round(batch)
+        step_ms = model.tpot_ms(max(batch, 1.0), traffic.context_tokens)
+        batch = min(rate_per_s * traffic.output_tokens * step_ms / 1e3, float(model.max_batch))
+    return batch
+
+
+def decoding_batch(settings: SweepSettings, model: CapacityModel) -> int:
+    """As many sequences decode beside timed prompts; at least one."""
+    return max(1, round(mean_decoding(settings, model)))
+
+
+def mean_slow_down(points: Sequence[Point], settings: SweepSettings, alone: CapacityModel) -> float:
+    """How much longer prompts take while both pools work: as measured beside sequences that decode all the time, for
+    as long as any does. Sequences come and go as in an M/G/infinity queue: none is there for e^-mean of the time."""
+    beside = max(map(slow_down, points), default=1.0)
+    return 1 + (beside - 1) * (1 - math.exp(-mean_decoding(settings, alone)))
 
 
 def prefill_sample(point: Point) -> PrefillSample:

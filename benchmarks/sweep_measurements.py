@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.arrivals import ArrivalProcess, arrival_times
+from benchmarks.arrivals import ArrivalProcess, FloatArray, arrival_times
 from benchmarks.load_run import LoadRun, RunLimits, Sender, run_closed_loop, run_open_loop
 from benchmarks.request_record import RequestRecord
 from benchmarks.run_summary import RunSummary, summarise, to_json
@@ -182,17 +182,21 @@ async def measure_rate(
 ) -> Measured:
     """One open-loop run of Poisson arrivals."""
     params = {"rate": rate_per_s, "repeat": float(repeat)}
-    seed = settings.seed_of("rate", round(rate_per_s, 6), repeat)
-    duration_s = settings.duration_s(rate_per_s)
-    times = arrival_times(ArrivalProcess("poisson", rate_per_s), duration_s, seed)
+    seed, times_s = run_arrivals(settings, rate_per_s, repeat)
     # With the stage: what one stage left in the prefix cache must not serve the next one's runs at the same rate.
     content_seed = mixed_seed(target.content_seed, stage, round(rate_per_s, 6), repeat)
-    plan = plan_synthetic(workload, times, seed, content_seed)
+    plan = plan_synthetic(workload, times_s, seed, content_seed)
     limits = RunLimits(drain_timeout_s=settings.drain_s)
-    run = await run_open_loop(plan, target.sender, duration_s, limits)
+    run = await run_open_loop(plan, target.sender, settings.duration_s(rate_per_s), limits)
     summary = summarise(run, settings.slo, seed)
     kept = [record for record in run.records if record.is_ok]
     return _point(stage, target, params, summary, kept, {}), run.records
+
+
+def run_arrivals(settings: SweepSettings, rate_per_s: float, repeat: int) -> tuple[int, FloatArray]:
+    """A run's seed, which also draws its lengths, and when its requests are due."""
+    seed = settings.seed_of("rate", round(rate_per_s, 6), repeat)
+    return seed, arrival_times(ArrivalProcess("poisson", rate_per_s), settings.duration_s(rate_per_s), seed)
 
 
 def prefill_only(workload: Workload) -> Workload:

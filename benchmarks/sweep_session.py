@@ -15,6 +15,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient
 from benchmarks.planner import CoupledCheck, PdPlan, plan, write_plan
 from benchmarks.report import write_report
+from benchmarks.same_arrivals import simulated_capacity
 from benchmarks.sweep import (
     COUPLED,
     DRIFT,
@@ -97,16 +98,18 @@ async def run_sweep(options: SweepOptions, progress: Progress) -> tuple[PdPlan, 
 def _plan(
     options: SweepOptions, sweep: Sweep, store: SweepStore, model: CapacityModel, control: float | None
 ) -> PdPlan:
-    settings = options.settings
-    measured = capacity_at_slo(rate_points(store.points(COUPLED)))
+    settings, coupled = options.settings, store.points(COUPLED)
+    measured = capacity_at_slo(rate_points(coupled))
+    # Of the machine as it was while the coupled runs went.
+    model_then = with_slower_prompts(model, 1 + drift_share(store.points(DRIFT)))
     check = CoupledCheck(
         DISAGGREGATED,
-        # Of the machine as it was while the coupled runs went.
-        prediction_of_1p1d(settings, with_slower_prompts(model, 1 + drift_share(store.points(DRIFT)))),
+        prediction_of_1p1d(settings, model_then),
         measured.value,
         measured.low,
         # Nothing failed: there is no upper bound, and JSON has no infinity.
         measured.value if math.isinf(measured.high) else measured.high,
+        simulated_capacity(coupled, settings, model_then),
     )
     provenance = f"sweep of {store.model}"
     return plan(settings.traffic, model, sweep_policy(settings), options.max_workers, provenance, control, check)

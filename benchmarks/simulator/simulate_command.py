@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,8 +15,8 @@ from benchmarks.hardware_prior import QUANTISATIONS, capacity_prior
 from benchmarks.load_run import LoadRun
 from benchmarks.machine import describe_machine
 from benchmarks.model_arithmetic import MODELS
-from benchmarks.planner import plan, traffic_from_json, write_plan
-from benchmarks.pool_capacity import TARGET_ATTAINMENT
+from benchmarks.planner import plan, pool_capacities, traffic_from_json, write_plan
+from benchmarks.pool_capacity import TARGET_ATTAINMENT, TrafficShape, service_times_ms, uniform_lengths
 from benchmarks.report import FLEET_FILE, write_report
 from benchmarks.run_summary import RunSummary, Slo, summarise, to_json
 from benchmarks.simulator.simulated_traffic import (
@@ -44,9 +45,9 @@ from router.tenant_limits import TenantLimit
 # Beyond it raw records are left out: a day of traffic would write gigabytes.
 MAX_RECORDED = 20_000
 SPLIT_REQUESTS = 400
-SPLIT_BISECTIONS = 6
+MAX_SPLIT_RUNS = 16
 SPLIT_RESOLUTION = 1.03
-DOUBLINGS = 12
+SPLIT_STEP = 1.25  # until both a rate that passes and one that does not are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +148,30 @@ def _simulate_splits(options: SimulateOptions, settings: SimulationSettings, sto
 
 def split_capacity(settings: SimulationSettings, workload: Workload) -> tuple[float, RunSummary]:
     """The highest simulated rate at which nine of ten requests keep the objective, and that run's summary."""
-    low, high = 0.0, 1e3 * settings.num_prefill / max(settings.model.c0_ms, 1e-3)
-    # By doubling from below: a rate far above the capacity costs the most to simulate.
-    rate_per_s = high / 2**DOUBLINGS
+    low, high = 0.0, math.inf
+    rate_per_s = predicted_per_s(settings, workload)
     best: LoadRun | None = None
-    for _ in range(SPLIT_BISECTIONS + DOUBLINGS):
+    for _ in range(MAX_SPLIT_RUNS):
         run = _run_at(settings, workload, rate_per_s)
         if sum(map(settings.slo.is_met, run.records)) >= TARGET_ATTAINMENT * len(run.records):
             low, best = rate_per_s, run
         else:
             high = rate_per_s
-        if low == 0 or high / low < SPLIT_RESOLUTION:
+        if low > 0 and high / low < SPLIT_RESOLUTION:
             break
-        rate_per_s = min(2 * low, (low + high) / 2)
+        rate_per_s = (low + high) / 2 if low and high < math.inf else low * SPLIT_STEP or high / SPLIT_STEP
     return low, summarise(best or run, settings.slo, settings.seed)
+
+
+def predicted_per_s(settings: SimulationSettings, workload: Workload) -> float:
+    """Where a search begins: what the planner says, or half load where it says that nothing is carried."""
+    model, inputs = settings.model, workload.input_tokens
+    lengths = uniform_lengths(inputs.low, inputs.high)
+    traffic = TrafficShape(inputs.mean, workload.output_tokens.mean, workload.hit_rate, lengths)
+    policy = Policy(slo=PolicySlo(ttft_ms=settings.slo.ttft_ms, itl_ms=settings.slo.tpot_ms))
+    prefill_of, decode_of = pool_capacities(traffic, model, policy)
+    predicted = min(prefill_of(settings.num_prefill), decode_of(settings.num_decode))
+    return predicted or 500 * settings.num_prefill / float(service_times_ms(traffic, model).mean())
 
 
 def _run_at(settings: SimulationSettings, workload: Workload, rate_per_s: float) -> LoadRun:

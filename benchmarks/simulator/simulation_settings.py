@@ -24,6 +24,8 @@ DEFAULT_KV_BYTES_PER_TOKEN = 131_072
 DEFAULT_NUM_LAYERS = 32
 MAX_MODEL_LEN = 1 << 20
 WORKERS_OF_A_ROUTER = 16
+# Above all that one worker of the catalogue holds: a pool whose size nobody knows must not become a list of its blocks.
+MAX_KV_TOKENS = 1 << 22
 DEFAULT_LIMITS = RouterLimits()  # what an operator gets who says nothing
 
 
@@ -103,7 +105,7 @@ class SimulationSettings:
                 max_waiting=self.max_waiting,
                 max_model_len=MAX_MODEL_LEN,
             ),
-            num_blocks=max(1, model.kv_tokens // self.block_tokens),
+            num_blocks=max(1, min(model.kv_tokens, MAX_KV_TOKENS) // self.block_tokens),
             block_tokens=self.block_tokens,
             kv_bytes_per_token=self.kv_bytes_per_token,
             num_layers=self.num_layers,

@@ -17,6 +17,7 @@ from benchmarks.request_record import Outcome, RequestRecord
 from benchmarks.run_summary import Slo, summarise
 from benchmarks.simulator.agreement import POINTS, agree
 from benchmarks.simulator.event_queue import EventQueue
+from benchmarks.simulator.simulate_command import predicted_per_s, split_capacity
 from benchmarks.simulator.simulated_traffic import (
     OWNER,
     SimulatedArrival,
@@ -289,6 +290,20 @@ def test_predicted_capacity_is_what_a_simulated_pair_carries() -> None:
         records = _run(replace(SETTINGS, slo=slo, max_batch_tokens=100), arrivals, 15.0).run.records
         kept[share] = sum(slo.is_met(record) for record in records) / len(records)
     assert kept[0.9] >= 0.9 > kept[1.12]
+
+
+@pytest.mark.parametrize("fixed_ms", [0.0, 1.0])
+def test_a_splits_capacity_is_found_from_the_planners_prediction_with_or_without_a_fixed_cost(fixed_ms: float) -> None:
+    # 20 tokens of 5 ms: ten requests a second at most.
+    settings = replace(SETTINGS, model=replace(MODEL, c0_ms=fixed_ms, c1_ms=5.0), slo=Slo(400.0, 40.0))
+    workload = Workload(LengthLaw(20, 20), LengthLaw(2, 2))
+    predicted = predicted_per_s(settings, workload)
+    found, summary = split_capacity(settings, workload)
+    assert found == pytest.approx(predicted, rel=0.2)
+    assert summary.attainment is not None
+    assert summary.attainment.value >= 0.85  # of the counted ones
+    hopeless = replace(settings, slo=Slo(1.0, 40.0))
+    assert split_capacity(hopeless, workload)[0] == 0.0
 
 
 def test_the_command_writes_a_report_whose_rows_say_that_they_are_simulated(tmp_path: Path) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.knee import capacity_at_slo
 from benchmarks.machine import describe_machine
 from benchmarks.openai_client import StreamCapture
 from benchmarks.request_record import read_records
+from benchmarks.same_arrivals import simulated_capacity, simulated_point
 from benchmarks.scripted_server import Answer
 from benchmarks.sweep import (
     COUPLED,
     DECODE_STEP,
     DRIFT,
+    INTERFERENCE,
     PREFILL_RATE,
     PREFILL_TIME,
     Progress,
@@ -23,11 +27,19 @@ from benchmarks.sweep import (
     decoding_batch,
     drift_share,
     grid_lengths,
+    mean_slow_down,
     predicted_capacities,
+    rate_points,
     slow_down,
     with_slower_prompts,
 )
-from benchmarks.sweep_measurements import MeasurementFailed, Target, measure_interference, measure_prefill
+from benchmarks.sweep_measurements import (
+    MeasurementFailed,
+    Target,
+    measure_interference,
+    measure_prefill,
+    measure_rate,
+)
 from benchmarks.sweep_settings import QUICK, SweepSettings
 from benchmarks.sweep_store import Point, SweepDirectoryError, SweepStore, read_manifest, read_points
 from benchmarks.workload import PlannedRequest
@@ -144,6 +156,44 @@ def test_the_pools_are_timed_where_the_workload_is() -> None:
     # Little's law: as many as arrive while one decodes.
     rate_per_s = min(predicted_capacities(settings, model))
     assert batch == round(rate_per_s * 48 * model.tpot_ms(batch, 128 + 24) / 1e3)
+
+
+@pytest.mark.parametrize(("output_tokens", "share"), [(2, 0.0), (48, 0.63), (480, 1.0)])
+def test_prompts_are_slower_only_while_somebody_decodes(output_tokens: int, share: float) -> None:
+    # 10 requests/s and 2 ms a token: a sequence decodes for 4 ms, 96 ms or a second.
+    settings = replace(SETTINGS, input_low=72, input_high=72, output_low=output_tokens, output_high=output_tokens)
+    model = CapacityModel(0.0, 1.0, 0.0, 2.0, 0.0, 0.0, kv_tokens=1_000_000, max_batch=64)
+    rate_per_s = min(predicted_capacities(settings, model))
+    mean = rate_per_s * output_tokens * 0.002
+    point = Point(INTERFERENCE, "1P1D", {}, {}, {"prefill_ms": 150.0, "alone_ms": 100.0})
+    assert mean_slow_down([point], settings, model) == pytest.approx(1 + 0.5 * (1 - math.exp(-mean)))
+    assert mean_slow_down([point], settings, model) == pytest.approx(1 + 0.5 * share, abs=0.06)
+    assert mean_slow_down([], settings, model) == 1.0
+
+
+def test_runs_simulated_with_their_own_arrivals_have_their_luck() -> None:
+    """The measured sender keeps the model's times: run by run as many requests are in time as the simulation says."""
+    model = CapacityModel(0.0, 1e3 * PREFILL_TOKEN_S, 0.0, 1e3 * STEP_S, 1e3 * STEP_SEQUENCE_S, 0.0, 100_000, 64)
+    x_p, _ = predicted_capacities(SETTINGS, model)
+    points = [
+        run_virtually(
+            measure_rate(
+                Target(_sender(), "1P1D", content_seed=5),
+                SETTINGS,
+                COUPLED,
+                SETTINGS.workload,
+                float(f"{share * x_p:.6g}"),
+                0,
+            )
+        )[0]
+        for share in (0.9, 1.1, 1.3)
+    ]
+    simulated = [simulated_point(point, SETTINGS, model) for point in points]
+    for point, one in zip(points, simulated, strict=True):
+        assert one.offered_per_s == point.summary["offered_per_s"]
+        assert one.attainment.value == pytest.approx(point.summary["attainment"]["value"], abs=0.12)
+    measured = capacity_at_slo(rate_points(points)).value
+    assert simulated_capacity(points, SETTINGS, model) == pytest.approx(measured, rel=0.05)
 
 
 def test_a_directory_with_another_sweep_is_refused(tmp_path: Path) -> None:
