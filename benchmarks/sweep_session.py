@@ -17,6 +17,7 @@ from benchmarks.planner import CoupledCheck, PdPlan, plan, write_plan
 from benchmarks.report import write_report
 from benchmarks.same_arrivals import simulated_capacity
 from benchmarks.sweep import (
+    CONTROL,
     COUPLED,
     DRIFT,
     Progress,
@@ -85,8 +86,9 @@ async def run_sweep(options: SweepOptions, progress: Progress) -> tuple[PdPlan, 
     if has_control:
         flags = (*AGGREGATED_FLAGS, "--itl-slo-ms", f"{settings.tpot_ms:g}")
         async with _deployment(options, options.control_url, AGGREGATED, flags) as client:
-            capacity = await sweep.search_control(Target(client, AGGREGATED, store.content_seed), min(x_p, x_d))
-            control = capacity / NUM_CONTROL_WORKERS
+            await sweep.search_control(Target(client, AGGREGATED, store.content_seed), min(x_p, x_d))
+        # By the estimator that reads the coupled runs: a search's own end is the highest rate that it saw pass.
+        control = capacity_at_slo(rate_points(store.points(CONTROL))).value / NUM_CONTROL_WORKERS
     if has_speculation:
         async with _deployment(options, "", SPECULATING, SPECULATING_FLAGS) as client:
             await sweep.measure_speculation(Target(client, SPECULATING, store.content_seed))
