@@ -139,7 +139,9 @@ class ClusterClient:
         return dict(answer)
 
     def _unreachable(self) -> ClusterUnreachable:
-        return ClusterUnreachable(f"no Tandem cluster answers at {self._url}: start one with `tandem serve`")
+        return ClusterUnreachable(
+            f"no Tandem cluster answers at {self._url}: start one with `tandem serve`, or give --url (TANDEM_URL)"
+        )
 
 
 def _text(event: dict[str, Any]) -> str:

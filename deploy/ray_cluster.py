@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from deploy.runtime_dir import default_base, make_private, new_run
 NAMESPACE = "tandem"
 HEAD_START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 200.0
+STATUS_TIMEOUT_S = 30.0
+PROGRESS_S, PROGRESS_TIMEOUT_S = 0.5, 5.0
 # Ray's own store holds no KV and no weights: only what its control plane needs.
 OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -45,14 +47,18 @@ class LocalHead:
     token_file: str
 
 
-def up(config: ClusterConfig, address: str) -> dict[str, Any]:
-    """Brings the cluster up and returns when it is ready: url, model, summary. Raises `StartupError`."""
+def up(config: ClusterConfig, address: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Brings the cluster up and returns when it is ready: url, model, summary. Raises `StartupError`.
+
+    `say`: is told each step, as a line.
+    """
     is_new_head = not address and _read_head() is None
     if is_new_head:
+        say("starting Ray on this machine")
         _start_head()
     try:
         with _connected(address) as ray:
-            return _up(ray, config)
+            return _up(ray, config, say)
     except BaseException:
         if is_new_head:
             _stop_head()
@@ -77,7 +83,7 @@ def state(name: str, address: str) -> dict[str, Any]:
         controller = _controller(ray, name)
         if controller is None:
             raise StartupError(f"no cluster named {name!r} is up: run `tandem up --on ray`")
-        answer: dict[str, Any] = ray.get(controller.status.remote(), timeout=30)
+        answer: dict[str, Any] = ray.get(controller.status.remote(), timeout=STATUS_TIMEOUT_S)
         return answer
 
 
@@ -99,7 +105,7 @@ def _stop(ray: Any, name: str, address: str) -> str:
     return failure
 
 
-def _up(ray: Any, config: ClusterConfig) -> dict[str, Any]:
+def _up(ray: Any, config: ClusterConfig, say: Callable[[str], None]) -> dict[str, Any]:
     from deploy.ray_controller import ClusterController
     from deploy.ray_hosts import end_all, find_hosts
 
@@ -121,13 +127,30 @@ def _up(ray: Any, config: ClusterConfig) -> dict[str, Any]:
     )
     timeout_s = config.start_timeout_s * 2
     try:
-        ready: dict[str, Any] = ray.get(controller.wait_until_ready.remote(timeout_s), timeout=timeout_s + 30)
+        waiting = controller.wait_until_ready.remote(timeout_s)
+        return _say_until_ready(ray, controller, waiting, timeout_s + 30, say)
     except BaseException as error:
         ray.kill(controller, no_restart=True)
         end_all(f"{name}/")
         if isinstance(error, ray.exceptions.RayError):
             raise StartupError(f"the cluster did not start: {getattr(error, 'cause', error)}") from None
         raise
+
+
+def _say_until_ready(
+    ray: Any, controller: Any, waiting: Any, timeout_s: float, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What `waiting` gives; each change of a process is said meanwhile. Raises Ray's errors, also its time-out."""
+    told: dict[str, str] = {}
+    deadline_s = time.monotonic() + timeout_s
+    while not ray.wait([waiting], timeout=PROGRESS_S)[0] and time.monotonic() < deadline_s:
+        with contextlib.suppress(ray.exceptions.RayError):  # it is busy, or dead: `waiting` has its end then
+            states: dict[str, str] = ray.get(controller.status.remote(), timeout=PROGRESS_TIMEOUT_S)["processes"]
+            for name, state in states.items():
+                if state != told.get(name, "waiting"):
+                    say(f"{name}: {state}")
+            told = states
+    ready: dict[str, Any] = ray.get(waiting, timeout=PROGRESS_S)
     return ready
 
 

@@ -8,6 +8,7 @@ from deploy.autoscaler.decide import Action, PoolDecision
 from deploy.autoscaler.forecast import Forecaster
 from deploy.autoscaler.journal import Entry, EventEntry, PolicyEntry, TickEntry
 from deploy.autoscaler.replay import ReplayedTick
+from deploy.autoscaler.signals import Demand
 
 
 def explained(entries: Iterable[Entry], *, shows_all: bool = False) -> Iterator[str]:
@@ -35,11 +36,7 @@ def _key(entry: TickEntry) -> tuple[object, ...]:
 
 def _tick(entry: TickEntry) -> Iterator[str]:
     demand, snapshot = entry.snapshot.demand, entry.snapshot
-    yield (
-        f"{entry.at}  {demand.requests_per_s:.2f} requests/s of {demand.uncached_tokens_per_request:.0f} uncached + "
-        f"{demand.cached_tokens_per_request:.0f} cached tokens, {demand.output_tokens_per_request:.0f} out"
-        f"{f', {demand.queued_requests} queued' if demand.queued_requests else ''}"
-    )
+    yield f"{entry.at}  {_demand(demand) if snapshot.has_heartbeat else 'nothing is known of the traffic'}"
     if snapshot.ttft_p90_ms:
         stages = ", ".join(f"{stage.value} {value:.0f}" for stage, value in snapshot.ttft_p90_ms.items())
         yield f"    p90 ms: {stages}; itl {snapshot.itl_p90_ms:.0f}"
@@ -51,6 +48,16 @@ def _tick(entry: TickEntry) -> Iterator[str]:
         yield f"    {_pool(one)}"
     for what in entry.done:
         yield f"    -> {what}"
+
+
+def _demand(demand: Demand) -> str:
+    queued = f", {demand.queued_requests} queued" if demand.queued_requests else ""
+    if not demand.requests_per_s:
+        return f"no requests{queued}"
+    return (
+        f"{demand.requests_per_s:.2f} requests/s of {demand.uncached_tokens_per_request:.0f} uncached + "
+        f"{demand.cached_tokens_per_request:.0f} cached tokens, {demand.output_tokens_per_request:.0f} out{queued}"
+    )
 
 
 def _pool(one: PoolDecision) -> str:

@@ -11,12 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 Status = Mapping[str, Any]
+
+_ORDER = ("prefill", "decode", "aggregated")
 DRAFTER_STEPS = re.compile(r"speculation_([a-z]+)_steps")
 
 
 def status_tables(status: Status) -> Group:
     """Pools with load and block conservation, then kernels, drafts, second choices that were taken, and KV links."""
-    workers = sorted(status.get("workers", ()), key=lambda worker: (worker["role"], worker["worker_id"]))
+    workers = sorted(status.get("workers", ()), key=_place)
     parts: list[RenderableType] = [_headline(status, workers), _workers(workers)]
     parts += [
         table
@@ -24,6 +26,13 @@ def status_tables(status: Status) -> Group:
         if table.row_count
     ]
     return Group(*parts)
+
+
+def _place(worker: Status) -> tuple[int, str, int, str]:
+    """Prefill first, as a request's way goes; decode-10 after decode-9."""
+    role, name = str(worker["role"]), str(worker["worker_id"])
+    number = name.rpartition("-")[2]
+    return _ORDER.index(role) if role in _ORDER else len(_ORDER), role, int(number) if number.isdigit() else 0, name
 
 
 def conservation_errors(status: Status) -> list[str]:
@@ -38,29 +47,37 @@ def conservation_errors(status: Status) -> list[str]:
 def _headline(status: Status, workers: list[Status]) -> Text:
     roles = [str(worker["role"]) for worker in workers]
     pools = " + ".join(f"{roles.count(role)} {role}" for role in dict.fromkeys(roles)) or "no workers"
-    return Text(f"{status.get('model', 'no model')} · {pools}", style="bold")
+    blocks = [int(worker.get("block_conservation_error", 0)) for worker in workers]
+    parts = [str(status.get("model", "no model")), pools]
+    parts += ["some KV blocks are lost" if any(blocks) else "all KV blocks accounted for"] if blocks else []
+    return Text(" · ".join(parts), style="bold red" if any(blocks) else "bold")
 
 
 def _workers(workers: list[Status]) -> Table:
-    """Narrow enough for a terminal of 80 columns."""
+    """Narrow enough for a terminal of 80 columns; what is wrong with blocks has its column only where something is."""
+    quarantined = [int(worker.get("load", {}).get("quarantined_blocks", 0)) for worker in workers]
+    lost = [int(worker.get("block_conservation_error", 0)) for worker in workers]
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("worker", "role", "state"):
         table.add_column(name, no_wrap=True)
-    for name in ("run+wait", "KV used", "unsafe", "step ms", "tok/s", "lost"):
+    for name in ("run+wait", "KV used", "step ms", "tok/s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for worker in workers:
+    if any(quarantined):  # quarantined: a silent peer may still write to these
+        table.add_column("unsafe", justify="right", no_wrap=True)
+    if any(lost):
+        table.add_column("lost", justify="right", style="bold red", no_wrap=True)
+    for worker, num_quarantined, num_lost in zip(workers, quarantined, lost, strict=True):
         load = worker.get("load", {})
-        lost = int(worker.get("block_conservation_error", 0))
         table.add_row(
             str(worker["worker_id"]),
             str(worker["role"]),
             _state(worker),
             f"{load.get('running_requests', 0)}+{load.get('waiting_requests', 0)}",
             _usage(load),
-            str(load.get("quarantined_blocks", 0)),  # blocks that a silent peer may still write
             f"{float(load.get('step_ms', 0)):.1f}",
             f"{float(load.get('tokens_per_s', 0)):.1f}",
-            Text(str(lost), style="bold red" if lost else ""),
+            *([str(num_quarantined)] if any(quarantined) else []),
+            *([str(num_lost)] if any(lost) else []),
         )
     return table
 
@@ -83,22 +100,20 @@ def _usage(load: Status) -> str:
 def _kernels(workers: list[Status]) -> Table:
     """What the native engine's kernels run on and how the weights lie in memory."""
     table = Table(title="kernels", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("worker", "backend", "instructions", "weights", "MB", "huge pages", "kept apart"):
-        table.add_column(name)
+    for name in ("worker", "backend", "instructions", "weights", "MB", "huge pages"):
+        table.add_column(name, no_wrap=True)
     for worker in workers:
         details = worker.get("details", {})
         if "isa" not in details:
             continue
         size, huge = int(details.get("weight_bytes", 0)), int(details.get("weight_bytes_on_huge_pages", 0))
-        exceptions, panels = (details.get(f"compressed_{kind}", "") for kind in ("exceptions", "plain_panels"))
         table.add_row(
             str(worker["worker_id"]),
             str(details.get("backend", "")),
             str(details["isa"]),
-            str(details.get("weights", "")),
+            str(details.get("weights", "")).lower().replace("_compressed", ", compressed"),
             f"{size / 1e6:.0f}",
             f"{min(1.0, huge / size):.0%}" if size else "-",
-            f"{exceptions} weights, {panels} panels" if exceptions else "-",
         )
     return table
 
@@ -160,18 +175,18 @@ def _all_fallbacks(status: Status, workers: list[Status]) -> Iterator[tuple[str,
 
 
 def _links(workers: list[Status]) -> Table:
+    """Each once, as both ends tell of it; twice where they do not agree."""
     table = Table(title="KV links", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in ("from", "to", "transport", "GB/s", "state", "why"):
+    for name in ("between", "and", "transport", "GB/s", "state", "why"):
         table.add_column(name)
+    seen = set()
     for worker in workers:
         for peer in worker.get("peers", ()):
+            ends = str(worker["worker_id"]), str(peer.get("worker_id", ""))
+            transport, state = str(peer.get("transport", "")), str(peer.get("state", ""))
+            if (key := (frozenset(ends), transport, state)) in seen:
+                continue
+            seen.add(key)
             speed = float(peer.get("measured_gb_per_s", 0))
-            table.add_row(
-                str(worker["worker_id"]),
-                str(peer.get("worker_id", "")),
-                str(peer.get("transport", "")),
-                f"{speed:.1f}" if speed else "-",
-                str(peer.get("state", "")),
-                str(peer.get("reason", "")),
-            )
+            table.add_row(*ends, transport, f"{speed:.1f}" if speed else "-", state, str(peer.get("reason", "")))
     return table

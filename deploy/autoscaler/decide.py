@@ -211,7 +211,7 @@ def _pressure(pool: Pool, snapshot: Snapshot, policy: Policy) -> str:
     """Why this pool hurts its users now; empty if it does not."""
     stages = snapshot.ttft_p90_ms
     if pool is Pool.DECODE and snapshot.itl_p90_ms > policy.slo.itl_ms:
-        return f"ITL p90 {snapshot.itl_p90_ms:.0f} ms is above the SLO"
+        return f"ITL p90 {snapshot.itl_p90_ms:.0f} ms is above the SLO of {policy.slo.itl_ms:.0f} ms"
     kv = [worker.kv_utilisation for worker in snapshot.decode.ready]
     if pool is Pool.DECODE and kv and statistics.fmean(kv) > policy.kv_utilisation:
         return f"KV is {statistics.fmean(kv):.0%} full"
@@ -219,7 +219,9 @@ def _pressure(pool: Pool, snapshot: Snapshot, policy: Policy) -> str:
         return ""
     largest = max(stages, key=lambda stage: stages[stage])
     grows = {TtftStage.PREFILL_QUEUE: Pool.PREFILL, TtftStage.DECODE_WAIT: Pool.DECODE}.get(largest)
-    return f"TTFT p90 is above the SLO, most of it {largest.value}" if grows is pool else ""
+    if grows is not pool:
+        return ""
+    return f"TTFT p90 is above the SLO of {policy.slo.ttft_ms:.0f} ms, most of it {largest.value}"
 
 
 def _is_being_answered(pool: Pool, snapshot: Snapshot, last_up_s: float, policy: Policy, model: CapacityModel) -> bool:

@@ -19,17 +19,20 @@ def up(
 ) -> None:
     """Bring a cluster up on Ray, return when it is ready, and print its URL. It runs until `tandem down`.
 
+    Needs `pip install 'tandem-serve\\[ray]'`. On one machine without Ray: `tandem serve`. How it goes stands on stderr.
+
     [dim]tandem up[/dim]  two workers of each kind, the default model, on a Ray of its own on this machine
 
     [dim]tandem up cluster.yaml --on ray[/dim]  what the file says
 
-    [dim]tandem up cluster.yaml --on ray --address 10.0.0.1:6379[/dim]
+    [dim]tandem up cluster.yaml --on ray --address 10.0.0.1:6379[/dim]  on a Ray that runs: its nodes may be machines
+    (docs/several_hosts.md)
     """
     from deploy.config import RAY_CLUSTER_FILE, load_cluster_config
     from deploy.ray_cluster import up as up_on_ray
 
     loaded = load_cluster_config(config or RAY_CLUSTER_FILE)
-    ready = up_on_ray(loaded, address)
+    ready = up_on_ray(loaded, address, lambda step: typer.echo(step, err=True))
     grpc = f" · {ready['grpc_address']} (gRPC)" if ready["grpc_address"] else ""
     typer.echo(f"Tandem serves {ready['model']} at {ready['url']} (OpenAI API){grpc} · {ready['summary']} · on Ray")
 

@@ -32,14 +32,49 @@ def printed(status: dict[str, Any], width: int = 200) -> str:
 
 def test_tables_show_pools_load_fallbacks_and_links() -> None:
     text = printed(STATUS)
-    for part in ("m · 1 decode + 1 prefill", "3+0", "25% of 200", "88.2", "no AVX-512", "shm", "5.1", "same host"):
+    for part in (
+        "m · 1 prefill + 1 decode · all KV blocks accounted for",
+        "3+0",
+        "25% of 200",
+        "88.2",
+        "no AVX-512",
+        "shm",
+        "5.1",
+        "same host",
+    ):
         assert part in text
 
 
 def test_workers_fit_in_80_columns() -> None:
     text = printed(STATUS, 80)
-    for part in ("run+wait", "tok/s", "lost", "decode-0", "25% of 200"):
+    for part in ("run+wait", "tok/s", "decode-0", "25% of 200"):
         assert part in text
+    load = {**WORKER["load"], "quarantined_blocks": 7}
+    text = printed({"model": "m", "workers": [{**WORKER, "load": load, "block_conservation_error": 2}]}, 80)
+    for part in ("unsafe", "lost", "some KV blocks are lost"):
+        assert part in text
+
+
+def test_what_is_wrong_with_blocks_has_a_column_only_where_something_is() -> None:
+    assert "unsafe" not in printed(STATUS)
+    assert "lost" not in printed(STATUS)
+
+
+def test_prefill_comes_first_and_workers_are_in_the_order_of_their_numbers() -> None:
+    names = ["decode-10", "decode-9", "prefill-0"]
+    text = printed({"workers": [{"worker_id": name, "role": name.partition("-")[0]} for name in names]})
+    assert sorted(names, key=text.index) == ["prefill-0", "decode-9", "decode-10"]
+
+
+def test_a_link_is_shown_once_unless_its_ends_disagree() -> None:
+    there = {**WORKER, "peers": [{"worker_id": "prefill-0", "transport": "shm", "state": "ready"}]}
+    back = {**WORKER, "worker_id": "prefill-0", "role": "prefill"}
+    agreeing = {**back, "peers": [{"worker_id": "decode-0", "transport": "shm", "state": "ready"}]}
+    disagreeing = {**back, "peers": [{"worker_id": "decode-0", "transport": "tcp", "state": "ready"}]}
+    assert printed({"workers": [there, agreeing]}).count("shm") == 1
+    text = printed({"workers": [there, disagreeing]})
+    assert "shm" in text
+    assert "tcp" in text
 
 
 def test_worker_that_is_just_starting_is_shown_without_load() -> None:
@@ -61,7 +96,7 @@ def test_kernels_show_the_instruction_set_and_how_weights_are_kept() -> None:
         "compressed_plain_panels": "2",
     }
     text = printed({"model": "m", "workers": [{**WORKER, "details": details}]})
-    for part in ("avx512_bf16", "BF16_COMPRESSED", "203", "100%", "3777 weights, 2 panels"):
+    for part in ("avx512_bf16", "bf16, compressed", "203", "100%"):
         assert part in text
     plain = {
         "backend": "native",
