@@ -1,6 +1,6 @@
 """What a worker's prefix cache holds, told to routers through a bounded Redis stream for each worker.
 
-    engine thread ──stored, removed, cleared──> KvEventPublisher ──XADD tandem:kv:<worker>──> KvEventReader ──> index
+    engine thread ──stored, removed, ...──> KvEventPublisher ──XADD tandem:kv:<worker>──> KvEventReader ──> index
     a router that missed something ──SET tandem:kv-ask:<worker>──> the publisher sends a snapshot
 
 Events of one incarnation are numbered from 1; a snapshot carries the number of the last event it contains. Block hashes
@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,9 @@ class KvEventPublisher:
         self._ask = ASK_PREFIX + identity.worker_id.encode()
         self._lock = threading.Lock()
         self._pending: deque[_Note] = deque()
-        self._held: set[BlockHash] = set()
+        self._held: set[BlockHash] = set()  # in the pool
+        self._below: set[BlockHash] = set()  # in a lower tier and not in the pool
+        self._has_tiers = False
         # What an earlier process left in the stream is void.
         self._needs_snapshot = True
         self._last_seq = 0
@@ -84,6 +86,7 @@ class KvEventPublisher:
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash]) -> None:
         with self._lock:
             self._held.update(hashes)
+            self._below.difference_update(hashes)
             self._note(_Note(membership_pb2.KV_EVENT_OP_STORED, tuple(hashes), parent))
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
@@ -92,9 +95,38 @@ class KvEventPublisher:
                 self._held.difference_update(hashes)
                 self._note(_Note(membership_pb2.KV_EVENT_OP_REMOVED, tuple(hashes)))
 
+    def demoted(self, hashes: Sequence[BlockHash]) -> None:
+        """The pool has them no more, a lower tier has."""
+        if hashes:
+            with self._lock:
+                self._held.difference_update(hashes)
+                self._below.update(hashes)
+                self._note(_Note(membership_pb2.KV_EVENT_OP_DEMOTED, tuple(hashes)))
+
+    def has_tiers(self) -> None:
+        """From now on `came_below` and `went_below` tell what the lower tiers do by themselves."""
+        self._has_tiers = True
+
+    def came_below(self, hashes: Sequence[BlockHash]) -> None:
+        """A lower tier has them: of an earlier process, or another worker's."""
+        with self._lock:
+            new = tuple(block for block in hashes if block not in self._held and block not in self._below)
+            if new:
+                self._below.update(new)
+                self._note(_Note(membership_pb2.KV_EVENT_OP_DEMOTED, new))
+
+    def went_below(self, hashes: Sequence[BlockHash]) -> None:
+        """No lower tier has them any more. Those that are in the pool stay what they are."""
+        with self._lock:
+            gone = tuple(block for block in hashes if block in self._below)
+            if gone:
+                self._below.difference_update(gone)
+                self._note(_Note(membership_pb2.KV_EVENT_OP_REMOVED, gone))
+
     def cleared(self) -> None:
         with self._lock:
             self._held.clear()
+            self._below.clear()
             self._pending.clear()
             self._note(_Note(membership_pb2.KV_EVENT_OP_CLEARED))
 
@@ -147,22 +179,26 @@ class KvEventPublisher:
             if self._needs_snapshot:
                 self._needs_snapshot = False
                 self._pending.clear()
-                return self._snapshot(sorted(self._held))
+                return self._snapshot(sorted(self._held), sorted(self._below))
             notes = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_STREAM_ENTRIES // 4))]
         return [self._event(note.op, note.hashes, note.parent) for note in notes]
 
-    def _snapshot(self, held: list[BlockHash]) -> list[membership_pb2.KvEvent]:
-        """A snapshot of the first part; a very large cache follows in further events."""
+    def _snapshot(self, held: list[BlockHash], below: list[BlockHash]) -> list[membership_pb2.KvEvent]:
+        """A snapshot of the first part; the rest of a very large cache, and lower tiers, follow in further events."""
         first = membership_pb2.KvEvent(
             worker_id=self._identity.worker_id,
             incarnation=self._identity.incarnation,
             seq=self._last_seq,
             op=membership_pb2.KV_EVENT_OP_SNAPSHOT,
             block_hashes=b"".join(held[:MAX_HASHES_PER_EVENT]),
+            has_tiers=self._has_tiers,
         )
-        starts = range(MAX_HASHES_PER_EVENT, len(held), MAX_HASHES_PER_EVENT)
-        parts = [tuple(held[start : start + MAX_HASHES_PER_EVENT]) for start in starts]
-        return [first, *(self._event(membership_pb2.KV_EVENT_OP_STORED, part, None) for part in parts)]
+        stored, demoted = membership_pb2.KV_EVENT_OP_STORED, membership_pb2.KV_EVENT_OP_DEMOTED
+        return [
+            first,
+            *(self._event(stored, part, None) for part in _parts(held[MAX_HASHES_PER_EVENT:])),
+            *(self._event(demoted, part, None) for part in _parts(below)),
+        ]
 
     def _event(
         self, op: membership_pb2.KvEventOp.ValueType, hashes: tuple[BlockHash, ...], parent: BlockHash | None
@@ -175,6 +211,7 @@ class KvEventPublisher:
             op=op,
             block_hashes=b"".join(hashes),
             parent_hash=parent or b"",
+            has_tiers=self._has_tiers,
         )
 
     async def _add(self, redis: Any, events: Iterable[membership_pb2.KvEvent]) -> None:
@@ -183,6 +220,11 @@ class KvEventPublisher:
             pipeline.xadd(self._stream, {EVENT_FIELD: event.SerializeToString()}, maxlen=MAX_STREAM_ENTRIES)
         pipeline.expire(self._stream, STREAM_TTL_S)
         await pipeline.execute()
+
+
+def _parts(hashes: list[BlockHash]) -> Iterator[tuple[BlockHash, ...]]:
+    for start in range(0, len(hashes), MAX_HASHES_PER_EVENT):
+        yield tuple(hashes[start : start + MAX_HASHES_PER_EVENT])
 
 
 class KvEventReader:

@@ -69,7 +69,13 @@ class KvEvents(Protocol):
         """`hashes` follow each other; `parent` is the hash before the first one, None at the start of a chain."""
         ...
 
-    def removed(self, hashes: Sequence[BlockHash]) -> None: ...
+    def demoted(self, hashes: Sequence[BlockHash]) -> None:
+        """They left the pool, and a lower tier has them."""
+        ...
+
+    def removed(self, hashes: Sequence[BlockHash]) -> None:
+        """They left the pool, and are nowhere."""
+        ...
 
     def cleared(self) -> None: ...
 
@@ -258,6 +264,14 @@ class BlockPool:
             if self._unsaved.get(entry.block) is entry:
                 del self._unsaved[entry.block]
 
+    def was_lost(self, hashes: Sequence[BlockHash]) -> None:
+        """No lower tier has these blocks any more."""
+        with self._lock:
+            for block_hash in hashes:
+                entry = self._cache.find(block_hash)
+                if entry is not None:
+                    entry.is_saved = False
+
     @property
     def evictions(self) -> EvictionCounts:
         return self._evictions
@@ -374,16 +388,20 @@ class BlockPool:
         self._free.append(block)
 
     def _evict_until_free(self, num_blocks: int) -> None:
-        hashes: list[BlockHash] = []
+        evicted: list[CacheEntry] = []
         while len(self._free) < num_blocks and self._cached:
             oldest = next(iter(self._cached.values()))
             removed = self._cache.remove(oldest)
-            if self._wake_saver is not None:
-                self._count_evicted(removed)
             self._unpublish(removed)
-            hashes.extend(entry.block_hash for entry in removed)
-        if self._events is not None:
-            self._events.removed(hashes)
+            evicted.extend(removed)
+        if self._wake_saver is not None:
+            self._count_evicted(evicted)
+        if self._events is None:
+            return
+        if saved := [entry.block_hash for entry in evicted if entry.is_saved]:
+            self._events.demoted(saved)
+        if lost := [entry.block_hash for entry in evicted if not entry.is_saved]:
+            self._events.removed(lost)
 
     def _unpublish(self, entries: Sequence[CacheEntry]) -> int:
         """Blocks without an owner become free, deepest first; owned ones only lose their name."""

@@ -13,6 +13,9 @@ from cluster.identity import BlockHash
 from cluster.kv_layout import KvLayout
 from cluster.worker_settings import WorkerSettings
 
+# Of blocks that others stored or that an earlier process left, and of those that no tier has any more.
+ChangeListener = Callable[[Sequence[BlockHash], Sequence[BlockHash]], None]
+
 
 class BlockStore(Protocol):
     """Safe to call from any thread."""
@@ -34,6 +37,11 @@ class BlockStore(Protocol):
 
     def keeps(self, block_hash: BlockHash) -> bool:
         """Whether the block is there, and is to stay."""
+        ...
+
+    def watch(self, on_change: ChangeListener) -> None:
+        """`on_change` is called, from any thread, with what came by itself and what went for good. At once with what is
+        there already."""
         ...
 
     def clear(self) -> None: ...

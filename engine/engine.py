@@ -143,6 +143,7 @@ class Engine:
             tokens_per_s=figures.tokens_per_s if running else 0.0,
             batch_size=figures.batch_size if running else 0,
             prefill_tokens_beside_decodes=0 if self._step_budget is None else self._step_budget.prefill_tokens,
+            restore_ms_per_block=0.0 if self._tiering is None else self._tiering.restore_ms_per_block,
             census=self._pool.census(),
         )
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Chunks
 from typing import Protocol
 
+from cluster.identity import BlockHash
 from engine.block_pool import BlockPool
 from engine.block_store import BlockStore
 from engine.kv_restorer import KvRestorer, Restore, WritableBlocks
@@ -25,6 +27,16 @@ from engine.sequence import Sequence
 
 class TieredMemory(ReadableBlocks, WritableBlocks, Protocol):
     """What of a KV pool's memory is read and written (`engine.kv_memory.KvMemory`)."""
+
+
+class TierEvents(Protocol):
+    """Hears what lower tiers do by themselves (`cluster.kv_events.KvEventPublisher`). Must only take a note."""
+
+    def has_tiers(self) -> None: ...
+
+    def came_below(self, hashes: Chunks[BlockHash]) -> None: ...
+
+    def went_below(self, hashes: Chunks[BlockHash]) -> None: ...
 
 
 class KvTiering:
@@ -42,6 +54,14 @@ class KvTiering:
         self._restores: dict[Sequence, Restore] = {}
         self._on_restored: Callable[[], None] = _nobody_waits
         self._num_declined = 0
+        self._events: TierEvents | None = None
+
+    def watch(self, events: TierEvents | None) -> None:
+        """Before `start`: who hears what lies below."""
+        self._events = events
+        if events is not None:
+            events.has_tiers()
+        self._store.watch(self._changed)
 
     def start(self, on_restored: Callable[[], None]) -> None:
         """`on_restored` is called from another thread when a sequence may not have to wait any more."""
@@ -106,9 +126,10 @@ class KvTiering:
             return None
         return self._restorer.begin(chain, token_ids, first + len(tiers))
 
-    def clear(self) -> None:
-        """Forgets what lies below."""
-        self._store.clear()
+    @property
+    def restore_ms_per_block(self) -> float:
+        """From the dearest tier that was fetched from, as far as is known."""
+        return self.costs.dearest_block_s * 1000
 
     def counters(self) -> dict[str, float]:
         """Sums since the start, and what the tiers hold now."""
@@ -132,6 +153,24 @@ class KvTiering:
     def details(self) -> dict[str, str]:
         return self._store.details()
 
+    def _changed(self, came: Chunks[BlockHash], went: Chunks[BlockHash]) -> None:
+        """From the store, on any thread."""
+        self._pool.was_lost(went)
+        if self._events is not None:
+            self._events.came_below(came)
+            self._events.went_below(went)
+
 
 def _nobody_waits() -> None:
     """Before `start`: no sequence is scheduled yet."""
+
+
+def open_tiering(
+    pool: BlockPool, memory: TieredMemory, store: BlockStore | None, events: TierEvents | None
+) -> KvTiering | None:
+    """Of a worker: None without a store."""
+    if store is None:
+        return None
+    tiering = KvTiering(pool, memory, store)
+    tiering.watch(events)
+    return tiering

@@ -19,7 +19,7 @@ from cluster.worker_settings import WorkerSettings
 from engine.block_pool import BlockPool
 from engine.block_store import OpenStore, no_store
 from engine.kv_memory import KvMemory
-from engine.kv_tiering import KvTiering
+from engine.kv_tiering import open_tiering
 from engine.mock_engine import MockEngine, StepTiming
 from engine.model_config import ModelConfig
 from engine.worker_engine import WorkerEngine, engine_limits
@@ -41,13 +41,14 @@ def open_mock_engine(context: WorkerContext, open_store: OpenStore = no_store) -
     memory = KvMemory(layout, _num_blocks(settings, layout), shareable="shm-direct" in settings.transports)
     pool = BlockPool(memory.num_blocks, layout.block_tokens, config.fingerprint, events=context.kv_events)
     store = open_store(settings, layout, config.fingerprint)
+    tiering = open_tiering(pool, memory, store, context.kv_events)
     engine = MockEngine(
         StepTiming(prefill=settings.mock_prefill_ms, decode=settings.mock_decode_ms),
         pool,
         engine_limits(settings, max_model_len),
         vocab_size=config.vocab_size,
         num_layers=NUM_LAYERS,
-        tiering=KvTiering(pool, memory, store) if store is not None else None,
+        tiering=tiering,
     )
     return WorkerEngine(
         kind="mock",
@@ -60,6 +61,7 @@ def open_mock_engine(context: WorkerContext, open_store: OpenStore = no_store) -
         model_name=settings.served_model_name or config.name,
         details={"pid": str(os.getpid()), "backend": "mock", "kv_pool_bytes": str(memory.size_bytes)},
         store=store,
+        tiering=tiering,
     )
 
 

@@ -16,7 +16,7 @@ from engine.block_store import OpenStore
 from engine.dtype import cpu_features
 from engine.engine import Engine
 from engine.grammar_compiler import GrammarCompiler
-from engine.kv_tiering import KvTiering
+from engine.kv_tiering import open_tiering
 from engine.model_executor import ModelExecutor
 from engine.runner_factory import build_runner
 from engine.swap_space import SwapSpace
@@ -59,6 +59,7 @@ def open_model_engine(
     grammars = GrammarCompiler(lambda: load_tokenizer(resolve_model(settings.model)), built.config.vocab_size)
     swap = SwapSpace(memory, memory.layout.block_bytes, settings.swap_bytes) if settings.swap_bytes else None
     store = open_store(settings, memory.layout, built.config.fingerprint)
+    tiering = open_tiering(pool, memory, store, context.kv_events)
     return WorkerEngine(
         kind="real",
         engine=Engine(
@@ -69,7 +70,7 @@ def open_model_engine(
             grammars=grammars,
             swap=swap,
             step_budget=step_budget(settings),
-            tiering=KvTiering(pool, memory, store) if store is not None else None,
+            tiering=tiering,
         ),
         pool=pool,
         memory=memory,
@@ -89,4 +90,5 @@ def open_model_engine(
         grammars=grammars,
         store=store,
         sharded=built.sharded,
+        tiering=tiering,
     )

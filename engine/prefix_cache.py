@@ -84,6 +84,10 @@ class PrefixCache:
             yield entry
             parent = entry
 
+    def find(self, block_hash: BlockHash) -> CacheEntry | None:
+        """The entry of that name; whether it is the prefix that somebody means is for `walk` to say."""
+        return self._entry_by_hash.get(block_hash)
+
     def insert(self, chain: PrefixChain, token_ids: TokenIds, block: int) -> CacheEntry | None:
         """Moves the chain on by one block. Gives the new entry, or None when an equal one exists or it cannot be told
         apart from another prefix (the chain then stops publishing)."""

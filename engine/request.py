@@ -125,6 +125,7 @@ class EngineLoad:
     batch_size: int  # sequences in the last step
     census: BlockCensus
     prefill_tokens_beside_decodes: int = 0  # in one step, at most; 0: as many as the step takes
+    restore_ms_per_block: float = 0.0  # from a lower tier; 0: there is none
 
 
 # Called from the engine thread once for each step that gave anything; must not block.

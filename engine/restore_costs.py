@@ -37,6 +37,11 @@ class RestoreCosts:
         """Of fetching one block from that tier."""
         return self._block_s.get(tier, self._first_block_s)
 
+    @property
+    def dearest_block_s(self) -> float:
+        """Of a block from the tier that is slowest, of those that were fetched from."""
+        return max(list(self._block_s.values()), default=self._first_block_s)
+
     def fetch_s(self, tiers: Sequence[str]) -> float:
         """Of one fetch of a block from each of these tiers."""
         return FIXED_FETCH_S + sum(count * self.block_s(tier) for tier, count in Counter(tiers).items())

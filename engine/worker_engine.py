@@ -25,6 +25,7 @@ from engine.block_store import BlockStore, OpenStore, no_store
 from engine.drafting import Speculator
 from engine.engine import Engine
 from engine.kv_memory import KvMemory
+from engine.kv_tiering import KvTiering
 from engine.model_config import ModelConfig
 from engine.request import EngineLimits, EngineLoad
 from engine.step_budget import StepBudget
@@ -55,6 +56,7 @@ class WorkerEngine:
     grammars: GrammarCompiler | None = None  # None: this engine takes no constrained requests
     store: BlockStore | None = None  # the tiers below the pool
     sharded: ShardedRunner | None = None  # None: one process runs the whole model
+    tiering: KvTiering | None = None  # the engine's; None as the store is
 
     @property
     def layout(self) -> KvLayout:
@@ -167,6 +169,7 @@ def load_report(load: EngineLoad) -> worker_pb2.LoadReport:
         tokens_per_s=load.tokens_per_s,
         context_tokens=load.context_tokens,
         prefill_tokens_beside_decodes=load.prefill_tokens_beside_decodes,
+        restore_ms_per_block=load.restore_ms_per_block,
     )
 
 

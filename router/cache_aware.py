@@ -1,7 +1,9 @@
 """The cache-aware policy: the pair of workers with the lowest predicted time to first token and least harm to others.
 
-    prefill  S_p = queue + 1.3 t_p(L - m, m) + 0.25 evicted + spread  m: tokens of the prompt believed cached there
-    decode   S_d = transfer + step + neighbours + pressure + full
+    prefill  S_p = queue + 1.3 t_p(L - m, m) + 0.25 evicted + spread + restore
+             m: tokens of the prompt believed cached there, with those that it can restore from a lower tier faster than
+             compute them
+    decode   S_d = transfer + step + neighbours + pressure + full + restore
     local    S_l = S_d - transfer + 1.3 t_p(L - m_d, m_d) + streams + queue; streams: a step for each part of the prompt
              where the worker takes prompts in parts that keep its streams in time, else t_p for each that it stalls;
              an aggregated worker's S_d has all of it
@@ -15,12 +17,13 @@ decode worker prefills by itself only where that wins by more than a near tie: w
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
 from cluster.errors import NoWorkersAvailable
+from cluster.identity import WorkerId
 from router.hot_prefixes import HotPrefixes
 from router.load_policies import FULL_POOL, MAX_PREFILL_CHOICES, full_pool_ms, left_of_booked_ms
 from router.placement import (
@@ -44,8 +47,8 @@ WORK_WEIGHT = 0.3
 NEAR_TIE_MS, NEAR_TIE_SHARE = 5.0, 0.05
 COLD_SHARE = 0.10  # a best match below this share of the prompt is no reason to go anywhere
 MAX_EXPLAINED = 8  # of each role: names and numbers of the others are not worth their objects
-PREFILL_TERMS = ("queue", "prefill", "work", "evict", "spread")
-DECODE_TERMS = ("step", "neighbours", "transfer", "pressure", "full", "queue", "prefill")
+PREFILL_TERMS = ("queue", "prefill", "work", "evict", "spread", "restore")
+DECODE_TERMS = ("step", "neighbours", "transfer", "pressure", "full", "queue", "prefill", "restore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,12 @@ class CacheAware:
         self._hot = HotPrefixes()
 
     def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
-        decodes = self._score_decodes(request, eligible_decode(request, snapshot), now_s)
-        prefills = self._score_prefills(request, snapshot, now_s)
+        able_decodes = eligible_decode(request, snapshot)
+        restores_ms: dict[WorkerId, float] = {}
+        if request.restorable_tokens:
+            request, restores_ms = self._with_restores(request, [*snapshot.prefill, *able_decodes])
+        decodes = self._score_decodes(request, able_decodes, restores_ms, now_s)
+        prefills = self._score_prefills(request, snapshot, restores_ms, now_s)
         # A copy of a hot prefix is made by whoever of those without it is best.
         able = prefills or [scored for scored in decodes if scored.worker.role is Role.AGGREGATED]
         copying = self._without_hot_prefix(request, able, now_s)
@@ -119,12 +126,13 @@ class CacheAware:
             chosen = [pair.prefill.worker, *_alternatives(pair, prefills)]
         computing = chosen[0] if chosen else pair.decode.worker
         cached = request.cached_tokens.get(computing.worker_id, 0)
+        prefill_ms = self._prefill_ms(request.num_prompt_tokens - cached, cached)
         return Placement(
             policy=self.name,
             decode=pair.decode.worker,
             prefill=chosen,
             expected_cached_tokens=cached,
-            expected_prefill_ms=self._prefill_ms(request.num_prompt_tokens - cached, cached),
+            expected_prefill_ms=prefill_ms + restores_ms.get(computing.worker_id, 0.0),
             candidates=(
                 *(scored.explained(PREFILL_TERMS) for scored in _shown(prefills, pair.prefill)),
                 *(scored.explained(DECODE_TERMS) for scored in _shown(decodes, pair.decode)),
@@ -135,7 +143,29 @@ class CacheAware:
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
-    def _score_prefills(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> list[_Scored]:
+    def _with_restores(
+        self, request: RequestView, workers: Sequence[WorkerState]
+    ) -> tuple[RequestView, dict[WorkerId, float]]:
+        """The request as if its restorable tokens were cached where restoring them is faster than computing them, and
+        how long that takes there."""
+        cached_tokens, restores_ms = dict(request.cached_tokens), {}
+        for worker in workers:
+            restorable = request.restorable_tokens.get(worker.worker_id, 0)
+            if not restorable:
+                continue
+            cached = cached_tokens.get(worker.worker_id, 0)
+            uncached = request.num_prompt_tokens - cached
+            saved_ms = self._prefill_ms(uncached, cached)
+            saved_ms -= self._prefill_ms(uncached - restorable, cached + restorable)
+            restore_ms = restorable * worker.restore_ms_per_token
+            if restore_ms < saved_ms:
+                cached_tokens[worker.worker_id] = cached + restorable
+                restores_ms[worker.worker_id] = restore_ms
+        return replace(request, cached_tokens=cached_tokens), restores_ms
+
+    def _score_prefills(
+        self, request: RequestView, snapshot: ClusterSnapshot, restores_ms: Mapping[WorkerId, float], now_s: float
+    ) -> list[_Scored]:
         """The best first."""
         workers = snapshot.prefill
         if request.excluded:
@@ -162,13 +192,20 @@ class CacheAware:
             over = recent[index] - mean_recent if is_cold else 0.0
             spread_ms = SPREAD_WEIGHT * c1 * over if over > 0 else 0.0
             work_ms = WORK_WEIGHT * compute_ms
-            total_ms = queue_ms + compute_ms + work_ms + evict_ms + spread_ms
-            terms = (queue_ms, compute_ms, work_ms, evict_ms, spread_ms)
+            restore_ms = restores_ms.get(worker.worker_id, 0.0) if restores_ms else 0.0
+            total_ms = queue_ms + compute_ms + work_ms + evict_ms + spread_ms + restore_ms
+            terms = (queue_ms, compute_ms, work_ms, evict_ms, spread_ms, restore_ms)
             scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
         scored.sort()
         return scored
 
-    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState], now_s: float) -> list[_Scored]:
+    def _score_decodes(
+        self,
+        request: RequestView,
+        workers: Sequence[WorkerState],
+        restores_ms: Mapping[WorkerId, float],
+        now_s: float,
+    ) -> list[_Scored]:
         """The best first."""
         num_tokens, cached_tokens, settings = request.num_prompt_tokens, request.cached_tokens, self._settings
         alpha, beta, gamma = self._timing.decode_coefficients
@@ -194,7 +231,8 @@ class CacheAware:
             late_ms = step_ms - settings.itl_slo_ms
             pressure_ms = settings.pressure_weight * late_ms if late_ms > 0 else 0.0
             full_ms = full_pool_ms(worker)
-            terms = (step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms, queue_ms, prefill_ms)
+            restore_ms = restores_ms.get(worker.worker_id, 0.0) if restores_ms else 0.0
+            terms = (step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms, queue_ms, prefill_ms, restore_ms)
             total_ms = sum(terms)
             scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
         scored.sort()

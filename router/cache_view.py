@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +43,7 @@ UNSEEN_HITS_ALERT = 20  # in a row: the worker finds what the index never knew o
 
 _OPS = {
     membership_pb2.KV_EVENT_OP_STORED: EventOp.STORED,
+    membership_pb2.KV_EVENT_OP_DEMOTED: EventOp.DEMOTED,
     membership_pb2.KV_EVENT_OP_REMOVED: EventOp.REMOVED,
     membership_pb2.KV_EVENT_OP_CLEARED: EventOp.CLEARED,
     membership_pb2.KV_EVENT_OP_SNAPSHOT: EventOp.SNAPSHOT,
@@ -70,6 +71,8 @@ class CacheMatch:
     tokens: Mapping[WorkerId, int]  # of the prompt, by worker; absent: none
     longest: BlockHash | None  # the last block of the longest prefix that anybody holds
     no_match_because: str = ""  # where nobody holds anything: why, as far as the router can tell
+    # Behind the cached ones, what a worker can bring back from its lower tiers; absent: none.
+    restorable_tokens: Mapping[WorkerId, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class _Belief:
     first_chosen_s: float | None = None
     is_silent: bool = False  # no events: what it was sent is taken for what it holds
     num_unseen: int = 0  # hits in a row that nobody predicted
+    has_tiers: bool = False
 
 
 class CacheView:
@@ -89,6 +93,8 @@ class CacheView:
 
     def __init__(self, index: PrefixIndex, clock: Callable[[], float]) -> None:
         self._index = index
+        # Of workers with lower tiers: what is in any of them or in the pool.
+        self._reach = PrefixIndex(index.max_entries)
         self._clock = clock
         self._source: EventSource | None = None
         self._logs: dict[WorkerId, LogState] = {}
@@ -106,14 +112,14 @@ class CacheView:
 
     def worker_joined(self, worker_id: WorkerId) -> None:
         """A new incarnation: what was known of an older one is void."""
-        self._index.drop_worker(worker_id)
+        self._drop(worker_id)
         self._logs.pop(worker_id, None)
         self._beliefs[worker_id] = _Belief()
         if self._source is not None:
             self._source.watch(worker_id)
 
     def worker_left(self, worker_id: WorkerId) -> None:
-        self._index.drop_worker(worker_id)
+        self._drop(worker_id)
         self._logs.pop(worker_id, None)
         self._beliefs.pop(worker_id, None)
         if self._source is not None:
@@ -127,6 +133,7 @@ class CacheView:
         if belief is None or op is None or len(message.block_hashes) % HASH_BYTES:
             return
         belief.num_events += 1
+        belief.has_tiers = message.has_tiers
         belief.is_silent = False
         event = KvEvent(Incarnation(message.incarnation), message.seq, op, _split(message.block_hashes))
         state = self._logs.get(worker_id, LogState())
@@ -145,18 +152,28 @@ class CacheView:
             if not belief.num_events:
                 self._notice_silence(worker_id, belief, now_s)
         self._index.sweep()
+        self._reach.sweep()
 
     def match(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> CacheMatch:
         """What each worker is believed to hold of this prompt; the last token is always computed."""
-        matched = self._index.match(hashes, self._clock())
-        if not matched:
+        now_s = self._clock()
+        matched = self._index.match(hashes, now_s)
+        reached = self._reach.match(hashes, now_s) if self._reach.status().entries else {}
+        if not matched and not reached:
             return CacheMatch({}, None, self._cause_of_no_match(hashes, block_tokens, num_tokens))
         most = max(0, num_tokens - 1)
-        tokens = {
-            worker_id: int(min(blocks * block_tokens, most) * self._confidence(worker_id))
-            for worker_id, blocks in matched.items()
+
+        def believed(worker_id: WorkerId, num_blocks: int) -> int:
+            return int(min(num_blocks * block_tokens, most) * self._confidence(worker_id))
+
+        tokens = {worker_id: believed(worker_id, num_blocks) for worker_id, num_blocks in matched.items()}
+        restorable = {
+            worker_id: believed(worker_id, num_blocks) - tokens.get(worker_id, 0)
+            for worker_id, num_blocks in reached.items()
+            if num_blocks > matched.get(worker_id, 0)
         }
-        return CacheMatch(tokens, hashes[max(matched.values()) - 1])
+        longest = hashes[max(matched.values()) - 1] if matched else None
+        return CacheMatch(tokens, longest, restorable_tokens=restorable)
 
     def _cause_of_no_match(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> str:
         """What an operator who wonders about it should look at first."""
@@ -228,6 +245,7 @@ class CacheView:
             "workers": {
                 worker_id: {
                     "blocks": self._index.num_blocks(worker_id),
+                    "blocks_with_tiers": self._reach.num_blocks(worker_id),
                     "events": belief.num_events,
                     "confidence": round(belief.confidence, 3),
                     "is_silent": belief.is_silent,
@@ -245,15 +263,30 @@ class CacheView:
         for step in steps:
             match step:
                 case DropWorker():
-                    self._index.drop_worker(worker_id)
-                case Apply(EventOp.STORED, hashes):
-                    self._index.stored(worker_id, hashes)
-                case Apply(_, hashes):
-                    self._index.removed(worker_id, hashes)
+                    self._drop(worker_id)
+                case Apply(op, hashes):
+                    self._enter(worker_id, op, hashes)
                 case AskRange() if self._source is not None:
                     self._source.read_again(worker_id)
                 case AskSnapshot() if self._source is not None:
                     self._source.ask_snapshot(worker_id)
+
+    def _enter(self, worker_id: WorkerId, op: EventOp, hashes: Sequence[BlockHash]) -> None:
+        if op is EventOp.STORED:
+            self._index.stored(worker_id, hashes)
+        else:
+            self._index.removed(worker_id, hashes)
+        belief = self._beliefs.get(worker_id)
+        if belief is None or not belief.has_tiers:
+            return
+        if op is EventOp.REMOVED:
+            self._reach.removed(worker_id, hashes)
+        else:
+            self._reach.stored(worker_id, hashes)
+
+    def _drop(self, worker_id: WorkerId) -> None:
+        self._index.drop_worker(worker_id)
+        self._reach.drop_worker(worker_id)
 
 
 def prompt_hashes(token_ids: Sequence[int], scope: HashScope) -> list[BlockHash]:

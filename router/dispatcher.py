@@ -174,6 +174,7 @@ class Dispatcher:
             max_tokens=spec.sampling.max_tokens - len(sequence.generated),
             block_hashes=spec.block_hashes,
             cached_tokens=match.tokens,
+            restorable_tokens=match.restorable_tokens,
             longest_match=match.longest,
             excluded=frozenset(sequence.excluded),
             session_key=spec.session_key,

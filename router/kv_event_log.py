@@ -19,6 +19,7 @@ SNAPSHOT_TIMEOUT_S = 5.0
 
 class EventOp(enum.Enum):
     STORED = "stored"
+    DEMOTED = "demoted"  # into a lower tier
     REMOVED = "removed"
     CLEARED = "cleared"
     SNAPSHOT = "snapshot"  # replaces all that is known; `seq` is the last event it contains
@@ -41,7 +42,7 @@ class DropWorker:
 class Apply:
     """Enter or remove these blocks."""
 
-    op: EventOp  # STORED or REMOVED
+    op: EventOp  # STORED, DEMOTED or REMOVED
     hashes: tuple[BlockHash, ...]
 
 

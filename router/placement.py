@@ -31,6 +31,8 @@ class RequestView:
     longest_match: BlockHash | None = None
     excluded: frozenset[Incarnation] = frozenset()  # failed this request already
     session_key: str = ""  # equal for the requests of one conversation, where the client says so
+    # How many tokens behind the cached ones each worker can bring back from a lower tier; absent: none.
+    restorable_tokens: Mapping[WorkerId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

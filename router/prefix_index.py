@@ -53,7 +53,7 @@ class PrefixIndex:
     """Not thread-safe: the router's event loop owns it."""
 
     def __init__(self, max_entries: int = 10_000_000) -> None:
-        self._max_entries = max_entries
+        self.max_entries = max_entries
         self._holders: dict[BlockHash, int] = {}
         self._speculative: dict[BlockHash, int] = {}
         self._speculations: deque[_Speculation] = deque()
@@ -75,7 +75,7 @@ class PrefixIndex:
             before = holders.get(block_hash, 0)
             if before & bit:
                 continue
-            if not before and len(holders) >= self._max_entries:
+            if not before and len(holders) >= self.max_entries:
                 self._rejected += 1
                 continue
             after = before | bit

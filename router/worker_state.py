@@ -66,6 +66,7 @@ class WorkerState:
     capacity_tokens: int = field(default=0, init=False)  # what its KV pool holds; 0 while it has not said
     # Prompt tokens that it takes into a step beside its streams, so that these are in time; 0: a whole prompt.
     prefill_tokens_beside_decodes: int = field(default=0, init=False)
+    restore_ms_per_token: float = field(default=0.0, init=False)  # from a lower tier
     takes_requests: bool = field(default=True, init=False)  # neither drains nor has stopped admission
     # Uncached tokens placed here, fading: who took more than its share lately.
     _recent_tokens: float = 0.0
@@ -106,6 +107,7 @@ class WorkerState:
         self.never_used_blocks = load.free_blocks - load.cached_blocks
         self.capacity_tokens = load.total_blocks * self.block_tokens
         self.prefill_tokens_beside_decodes = load.prefill_tokens_beside_decodes
+        self.restore_ms_per_token = load.restore_ms_per_block / self.block_tokens if self.block_tokens else 0.0
         self.takes_requests = not (load.draining or load.admission_stopped)
 
 

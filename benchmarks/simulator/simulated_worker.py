@@ -75,6 +75,9 @@ class KvEventStream:
                 self._held.pop(block_hash, None)
             self._send(membership_pb2.KV_EVENT_OP_REMOVED, hashes)
 
+    def demoted(self, hashes: Hashes[BlockHash]) -> None:
+        """A simulated pool has no lower tiers: there is nothing to tell."""
+
     def cleared(self) -> None:
         self._held.clear()
         self._send(membership_pb2.KV_EVENT_OP_CLEARED, ())

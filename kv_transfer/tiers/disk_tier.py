@@ -118,12 +118,14 @@ class DiskTier:
         """All blocks of this layout that are known to be there."""
         return [] if self._disabled_reason else self._index.hashes()
 
-    def refresh(self, max_age_s: float = 0.0) -> tuple[list[BlockHash], list[BlockHash]]:
-        """Looks what others wrote and removed, unless it was looked at so lately. Gives the blocks that came and went
-        since the last call."""
-        if not self._disabled_reason and self._clock() - self._refreshed_s >= max_age_s:
+    def refresh(self) -> None:
+        """Looks what others wrote and removed."""
+        if not self._disabled_reason:
             self._refreshed_s = self._clock()
             self._attempt(self._index.refresh)
+
+    def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
+        """The blocks of this layout that came and that went since the last call, as far as it was looked."""
         return self._index.take_changes()
 
     def clear(self) -> None:

@@ -25,6 +25,10 @@ REFRESH_S = 1.0
 CLOSE_TIMEOUT_S = 3.0
 
 
+# Of blocks that came by themselves (an earlier process's, or another worker's), and of those that are nowhere any more.
+ChangeListener = Callable[[Sequence[BlockHash], Sequence[BlockHash]], None]
+
+
 class TierStack:
     """Owns its tiers and the writing thread. Implements `engine.block_store.BlockStore`."""
 
@@ -40,6 +44,8 @@ class TierStack:
         self._clock = clock
         self._host = HostTier(host_bytes, block_bytes, self._evicted)
         self._unwritten: OrderedDict[BlockHash, None] = OrderedDict()  # in the host and not on the disk, oldest first
+        self._evictions: list[BlockHash] = []  # from the host, not told yet
+        self._on_change: ChangeListener | None = None
         self._num_writing = 0
         self._must_clear_disk = False
         self._dropped_writes = 0
@@ -53,10 +59,11 @@ class TierStack:
         self, block_hash: BlockHash, proof: bytes, payload: memoryview, is_current: IsCurrent = always_current
     ) -> bool:
         """Keeps a copy of a full, verified block; `is_current` is asked once it is copied."""
-        if not self._host.put(block_hash, proof, payload, is_current):
-            return False
-        self._want_written(block_hash)
-        return True
+        is_kept = self._host.put(block_hash, proof, payload, is_current)
+        if is_kept:
+            self._want_written(block_hash)
+        self._tell_changes()
+        return is_kept
 
     def get(self, block_hash: BlockHash, proof: bytes, into: memoryview) -> str | None:
         """Copies the block into `into`, verified, and names the tier that had it. None is a miss: `into` must not be
@@ -67,6 +74,7 @@ class TierStack:
         if disk is None or not disk.get(block_hash, proof, into):
             return None
         self._host.put(block_hash, proof, into)
+        self._tell_changes()
         return disk.name
 
     def find(self, block_hashes: Sequence[BlockHash]) -> list[str]:
@@ -90,6 +98,13 @@ class TierStack:
             return True
         disk = self._readable_disk
         return disk is not None and disk.contains(block_hash)
+
+    def watch(self, on_change: ChangeListener) -> None:
+        """`on_change` hears what came by itself and what went for good, from any thread and outside of all locks; at
+        once what is there already."""
+        if self._disk is not None:
+            on_change(self._disk.hashes(), ())
+        self._on_change = on_change
 
     def clear(self) -> None:
         """Forgets everything at once; the files, whoever wrote them, are removed by the writing thread."""
@@ -152,8 +167,19 @@ class TierStack:
     def _evicted(self, block_hash: BlockHash) -> None:
         """Under the host tier's lock."""
         with self._changed:
+            self._evictions.append(block_hash)
             if self._unwritten.pop(block_hash, 0) is None:
                 self._dropped_writes += 1
+
+    def _tell_changes(self) -> None:
+        with self._changed:
+            evicted, self._evictions = self._evictions, []
+        came, removed = self._disk.take_changes() if self._disk is not None else ([], [])
+        if self._on_change is None:
+            return
+        went = [block_hash for block_hash in (*evicted, *removed) if not self.find([block_hash])]
+        if came or went:
+            self._on_change(came, went)
 
     def _want_written(self, block_hash: BlockHash) -> None:
         if self._disk is None or self._disk.is_disabled or self._disk.contains(block_hash):
@@ -183,6 +209,7 @@ class TierStack:
                 disk.refresh()
             else:
                 self._write(disk, block_hash)
+            self._tell_changes()
 
     def _write(self, disk: DiskTier, block_hash: BlockHash) -> None:
         with self._host.peek(block_hash) as block:

@@ -274,3 +274,36 @@ async def test_f40_a_gap_in_the_middle_of_what_was_read_is_read_again(redis_serv
     await reader._read()
     await reader._read()
     assert seen == [0, 1, 2, 0, 1, 2, 3]
+
+
+def test_blocks_below_the_pool_are_told_apart_in_notes_and_in_snapshots() -> None:
+    identity = common_pb2.WorkerIdentity(worker_id=A, incarnation="one")
+    publisher = KvEventPublisher(None, identity)  # type: ignore[arg-type]  # nothing is sent here
+    publisher.has_tiers()
+    publisher._needs_snapshot = False
+    hashes = [block_hash(number) for number in range(6)]
+    publisher.came_below(hashes[4:])  # of an earlier process
+    publisher.stored(None, hashes[:3])
+    publisher.came_below(hashes[2:5])  # one is in the pool, one is known: only the third is new
+    publisher.demoted(hashes[1:3])
+    publisher.went_below([hashes[0], hashes[5]])  # the first is in the pool
+    publisher.stored(hashes[0], hashes[1:2])
+    told = [
+        (event.op, [BlockHash(event.block_hashes[at : at + 16]) for at in range(0, len(event.block_hashes), 16)])
+        for event in publisher._take_events()
+    ]
+    stored, demoted = membership_pb2.KV_EVENT_OP_STORED, membership_pb2.KV_EVENT_OP_DEMOTED
+    assert told == [
+        (demoted, hashes[4:]),
+        (stored, hashes[:3]),
+        (demoted, [hashes[3]]),
+        (demoted, hashes[1:3]),
+        (membership_pb2.KV_EVENT_OP_REMOVED, [hashes[5]]),
+        (stored, hashes[1:2]),
+    ]
+    publisher._needs_snapshot = True
+    snapshot, below = publisher._take_events()
+    assert (snapshot.op, snapshot.block_hashes) == (membership_pb2.KV_EVENT_OP_SNAPSHOT, b"".join(hashes[:2]))
+    assert (below.op, below.block_hashes) == (demoted, b"".join(hashes[2:5]))
+    assert snapshot.has_tiers
+    assert below.has_tiers

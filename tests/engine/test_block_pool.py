@@ -25,6 +25,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self.known: set[bytes] = set()
+        self.below: set[bytes] = set()
         self.stored_runs: list[tuple[BlockHash | None, list[BlockHash]]] = []
 
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash]) -> None:
@@ -32,6 +33,10 @@ class EventLog:
         assert not self.known & set(hashes)
         self.known |= set(hashes)
         self.stored_runs.append((parent, list(hashes)))
+
+    def demoted(self, hashes: Sequence[BlockHash]) -> None:
+        self.removed(hashes)
+        self.below |= set(hashes)
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
         assert hashes

@@ -20,6 +20,7 @@ from engine.request import FinishReason
 from kv_transfer.tiers.tier_stack import TierStack
 from tests.engine.engine_bench import DEADLINE_S, EngineBench
 from tests.engine.hash_runner import HashRunner, expected_tokens, fingerprints
+from tests.engine.test_block_pool import EventLog
 
 BLOCK_TOKENS = 4
 BLOCK_BYTES = 8 * BLOCK_TOKENS
@@ -363,3 +364,57 @@ def test_kv65_many_prompts_through_a_small_pool_and_a_small_store_all_end_right(
         wait_until(lambda: bench.pool.census().owned == 0, "blocks leaked")
         assert bench.engine.counters()["kv_tier_restores"] > 0
     check_contents(store, prompts)
+
+
+def test_a_block_that_is_saved_is_demoted_and_one_that_is_lost_is_removed() -> None:
+    events, woken = EventLog(), threading.Event()
+    pool = BlockPool(4, BLOCK_TOKENS, "model", events=events)
+    pool.save_below(woken.set)
+    token_ids = np.array(prompt(16, 1), np.int32)
+    chain = pool.new_chain(b"tenant")
+    refs = pool.reserve(chain, token_ids, 4)
+    assert refs is not None
+    pool.publish(chain, token_ids, refs, 16)
+    assert not woken.is_set(), "its blocks are in use"
+    pool.release(refs)
+    assert woken.is_set()
+    last, third, second, first = pool.oldest_unsaved(4)
+    pool.was_saved(last, is_kept=True)
+    pool.was_saved(third, is_kept=True)
+    pool.was_saved(second, is_kept=False)
+    assert pool.oldest_unsaved(4) == [first]
+    pool.was_lost([last.block_hash])
+    assert pool.allocate(4) is not None
+    assert events.below == {third.block_hash}
+    assert events.known == set()
+    assert (pool.evictions.saved, pool.evictions.lost) == (1, 3)
+
+
+def test_what_a_store_loses_for_good_is_told_and_what_the_pool_still_has_is_not_gone() -> None:
+    store = Store(num_blocks=4)
+    events = BelowLog()
+    with bench_with(store, num_blocks=16) as bench:
+        assert bench.tiering is not None
+        bench.tiering.watch(events)
+        answer(bench, "first", prompt(30, 1))
+        wait_until_saved(bench)
+        wait_until(lambda: len(events.went) == 33 // BLOCK_TOKENS - 4, "the store holds four blocks")
+        assert all(not store.find([block_hash]) for block_hash in events.went)
+    assert events.has_told
+
+
+class BelowLog:
+    """Implements `engine.kv_tiering.TierEvents`."""
+
+    def __init__(self) -> None:
+        self.went: list[BlockHash] = []
+        self.has_told = False
+
+    def has_tiers(self) -> None:
+        self.has_told = True
+
+    def came_below(self, hashes: Sequence[BlockHash]) -> None:
+        assert not hashes, "nobody else stores anything"
+
+    def went_below(self, hashes: Sequence[BlockHash]) -> None:
+        self.went.extend(hashes)

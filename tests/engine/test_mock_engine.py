@@ -39,6 +39,9 @@ class Events:
     def stored(self, parent: BlockHash | None, hashes: Sequence[BlockHash]) -> None:
         self.num_stored += len(hashes)
 
+    def demoted(self, hashes: Sequence[BlockHash]) -> None:
+        raise AssertionError("no lower tier")
+
     def removed(self, hashes: Sequence[BlockHash]) -> None:
         self.num_stored -= len(hashes)
 

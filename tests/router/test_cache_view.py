@@ -313,3 +313,52 @@ async def test_s_b41_another_tenants_prefix_is_no_match(start_router: StartRoute
     view = router.core.cache_view
     assert view is not None
     assert view.index.status().speculative_entries == 24
+
+
+def _tiered(seq: int, hashes: list[BlockHash], op: int) -> membership_pb2.KvEvent:
+    event = _event(seq, hashes, op)
+    event.has_tiers = True
+    return event
+
+
+def _restorable(view: CacheView) -> int:
+    return view.match(HASHES, 16, len(TOKENS)).restorable_tokens.get(W, 0)
+
+
+def test_what_moved_to_a_lower_tier_is_restorable_and_not_cached() -> None:
+    view, _, _ = _view()
+    view.on_event(_tiered(1, HASHES[:8], membership_pb2.KV_EVENT_OP_STORED))
+    assert (_cached(view), _restorable(view)) == (128, 0)
+    view.on_event(_tiered(2, HASHES[3:8], membership_pb2.KV_EVENT_OP_DEMOTED))
+    assert (_cached(view), _restorable(view)) == (48, 80)
+    view.on_event(_tiered(3, HASHES[6:8], membership_pb2.KV_EVENT_OP_REMOVED))
+    assert (_cached(view), _restorable(view)) == (48, 48)
+    view.on_event(_tiered(4, HASHES[3:6], membership_pb2.KV_EVENT_OP_STORED))
+    assert (_cached(view), _restorable(view)) == (96, 0)
+    view.on_event(_tiered(5, [], membership_pb2.KV_EVENT_OP_CLEARED))
+    assert (_cached(view), _restorable(view)) == (0, 0)
+    view.on_event(_tiered(6, HASHES[:2], membership_pb2.KV_EVENT_OP_DEMOTED))
+    assert (_cached(view), _restorable(view)) == (0, 32)
+    view.worker_left(W)
+    assert (_cached(view), _restorable(view)) == (0, 0)
+
+
+def test_a_restore_is_dearer_than_a_hit_and_cheaper_than_computing() -> None:
+    """Three equal prefill workers: one holds the prompt, one can restore it, one must compute it."""
+    workers = [simulated_worker(f"prefill-{index}", Role.PREFILL) for index in range(3)]
+    decode = simulated_worker("decode-0", Role.DECODE)
+    for worker in workers:
+        worker.restore_ms_per_token = 0.02
+    held = {workers[0].worker_id: 1024}
+    restorable = {workers[1].worker_id: 1024}
+    for available, expected in ((workers, 0), (workers[1:], 1), (workers[2:], 2)):
+        policy = choose_policy("cache_aware", 1).policy
+        request = RequestView(1040, 16, (), held, None, restorable_tokens=restorable)
+        placement = policy.place(request, ClusterSnapshot(available, [decode], False), 0.0)
+        assert placement.prefill[0] is workers[expected]
+        assert placement.expected_cached_tokens == (1024 if expected < 2 else 0)
+    workers[1].restore_ms_per_token = 1e6
+    placement = choose_policy("cache_aware", 1).policy.place(
+        request, ClusterSnapshot(workers[1:], [decode], False), 0.0
+    )
+    assert placement.expected_cached_tokens == 0, "to compute is faster"

@@ -26,7 +26,7 @@ async def test_a_placement_is_explained_with_candidates_terms_and_outcome(
     assert {one["worker_id"] for one in ranked} == set(first["prefill_worker_ids"]) == {"prefill-0", "prefill-1"}
     assert first["reason"] == "near tie: the less busy, then the one chosen least recently"
     assert ranked[0]["total_ms"] <= ranked[1]["total_ms"]
-    assert set(ranked[0]["terms_ms"]) == {"queue", "prefill", "work", "evict", "spread"}
+    assert set(ranked[0]["terms_ms"]) == {"queue", "prefill", "work", "evict", "spread", "restore"}
     assert first["outcome"]["cached_tokens"] == 16
     assert first["outcome"]["first_token_ms"] == 1.234
 

@@ -34,6 +34,8 @@ class _KvEventOpEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvEventOp.V
     KV_EVENT_OP_CLEARED: _KvEventOp.ValueType  # 3
     KV_EVENT_OP_SNAPSHOT: _KvEventOp.ValueType  # 4
     """replaces all that is known of the worker"""
+    KV_EVENT_OP_DEMOTED: _KvEventOp.ValueType  # 5
+    """in no block of the pool any more, or yet, but in a lower tier: dearer than STORED"""
 
 class KvEventOp(_KvEventOp, metaclass=_KvEventOpEnumTypeWrapper): ...
 
@@ -43,6 +45,8 @@ KV_EVENT_OP_REMOVED: KvEventOp.ValueType  # 2
 KV_EVENT_OP_CLEARED: KvEventOp.ValueType  # 3
 KV_EVENT_OP_SNAPSHOT: KvEventOp.ValueType  # 4
 """replaces all that is known of the worker"""
+KV_EVENT_OP_DEMOTED: KvEventOp.ValueType  # 5
+"""in no block of the pool any more, or yet, but in a lower tier: dearer than STORED"""
 Global___KvEventOp: _TypeAlias = KvEventOp  # noqa: Y015
 
 @_typing.final
@@ -299,6 +303,7 @@ class KvEvent(_message.Message):
     OP_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     PARENT_HASH_FIELD_NUMBER: _builtins.int
+    HAS_TIERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     seq: _builtins.int
@@ -306,6 +311,8 @@ class KvEvent(_message.Message):
     block_hashes: _builtins.bytes
     parent_hash: _builtins.bytes
     """STORED: the hash before the first one; empty at the start of a chain"""
+    has_tiers: _builtins.bool
+    """whether this worker ever sends DEMOTED; the same in all events of an incarnation"""
     def __init__(
         self,
         *,
@@ -315,10 +322,11 @@ class KvEvent(_message.Message):
         op: Global___KvEventOp.ValueType = ...,
         block_hashes: _builtins.bytes = ...,
         parent_hash: _builtins.bytes = ...,
+        has_tiers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "incarnation", b"incarnation", "op", b"op", "parent_hash", b"parent_hash", "seq", b"seq", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "has_tiers", b"has_tiers", "incarnation", b"incarnation", "op", b"op", "parent_hash", b"parent_hash", "seq", b"seq", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

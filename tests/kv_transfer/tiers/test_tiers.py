@@ -294,10 +294,12 @@ class TestSharedFolder:
         first, second = disk(tmp_path), disk(tmp_path)
         put(first, 1)
         assert read(second, 1) is None, "it has not looked yet"
-        assert second.refresh() == ([key(1)], [])
+        second.refresh()
+        assert second.take_changes() == ([key(1)], [])
         assert read(second, 1) == content(1)
         first.clear()
-        assert second.refresh() == ([], [key(1)])
+        second.refresh()
+        assert second.take_changes() == ([], [key(1)])
         assert not second.contains(key(1))
 
     def test_two_writers_keep_the_capacity_together(self, tmp_path: Path) -> None:
