@@ -1,7 +1,7 @@
 """The Medusa drafter: one residual block for each position ahead, all on the last hidden state (Cai et al., 2024).
 
 It keeps nothing of a request but its newest state: no KV, no window, no rollback. The guesses do not know each other,
-so they hold less often than EAGLE's; they cost one product with the reduced output head for all of them together.
+so they hold less often than EAGLE's; one product with the reduced output head gives all guesses of all requests.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from cluster.identity import RequestId
 from decode_worker.speculation.confident_tree import MIN_CONFIDENCE, likeliest, product_tree
 from decode_worker.speculation.drafter_file import DrafterFile
 from decode_worker.speculation.small_products import FloatArray, make_product, unit_rms
-from engine.draft import Draft
+from engine.draft import NO_DRAFT, Draft
 from engine.model_config import ModelConfig
 
 
 class MedusaDrafter:
-    """Implements `draft.Drafter`, `draft.ReadsHiddenStates` and `draft.KnowsConfidence`."""
+    """Implements `draft.Drafter`, `draft.ReadsHiddenStates`, `GuessesTogether` and `KnowsConfidence`."""
 
     name = "medusa"
 
@@ -64,17 +64,32 @@ class MedusaDrafter:
             self._states.popitem(last=False)
 
     def propose(self, request_id: RequestId, num_drafts: int) -> Draft:
-        state = self._states.pop(request_id, None)  # one guess for one state: the next row brings a new one
-        if state is None:
-            return Draft()
-        num_guesses = min(num_drafts, self._num_heads)
-        hidden = unit_rms(state[None], self._eps) * self._final_norm
-        ahead = self._linears(hidden).reshape(self._num_heads, -1)[:num_guesses]
-        inner = np.concatenate([block(row[None]) for block, row in zip(self._blocks, ahead, strict=False)])
-        inner += self._biases[:num_guesses]
-        logits = self._head(self._norms[:num_guesses] * (ahead + inner / (1 + np.exp(-inner))))
-        laws = [likeliest(row, self._vocabulary) for row in logits]
-        return product_tree(laws, num_drafts, self.min_confidence)
+        return self.propose_all([(request_id, num_drafts)])[0]
+
+    def propose_all(self, wanted: Sequence[tuple[RequestId, int]]) -> list[Draft]:
+        known = [(request_id, num_drafts) for request_id, num_drafts in wanted if request_id in self._states]
+        if not known:
+            return [NO_DRAFT] * len(wanted)
+        num_heads = min(self._num_heads, max(num_drafts for _, num_drafts in known))
+        # One guess for one state: the next row brings a new one.
+        logits = self._logits(np.stack([self._states.pop(request_id) for request_id, _ in known]), num_heads)
+        drafts = {
+            request_id: product_tree(
+                [likeliest(row, self._vocabulary) for row in rows[:num_drafts]], num_drafts, self.min_confidence
+            )
+            for (request_id, num_drafts), rows in zip(known, logits, strict=True)
+        }
+        return [drafts.get(request_id, NO_DRAFT) for request_id, _ in wanted]
+
+    def _logits(self, states: FloatArray, num_heads: int) -> FloatArray:
+        """`states` [requests, hidden] -> [requests, heads, draft vocab]: each matrix is read once."""
+        count, size = states.shape
+        ahead = self._linears(unit_rms(states, self._eps) * self._final_norm).reshape(count, self._num_heads, size)
+        ahead = ahead[:, :num_heads]
+        inner = np.stack([self._blocks[head](np.ascontiguousarray(ahead[:, head])) for head in range(num_heads)], 1)
+        inner += self._biases[:num_heads]
+        guessed = self._norms[:num_heads] * (ahead + inner / (1 + np.exp(-inner)))
+        return self._head(guessed.reshape(count * num_heads, size)).reshape(count, num_heads, -1)
 
     def forget(self, request_id: RequestId) -> None:
         self._states.pop(request_id, None)

@@ -77,3 +77,17 @@ def test_states_are_bounded_and_forgotten(backend: str) -> None:
     medusa.forget(R2)
     medusa.forget(R2)
     assert medusa.propose(R2, 2) == Draft()
+
+
+def test_requests_that_guess_together_guess_what_each_would_alone(backend: str) -> None:
+    """Different numbers of guesses in one call; one has nothing new, one was never seen."""
+    unseen, rested = RequestId("unseen"), RequestId("rested")
+    together, alone = drafter(max_contexts=4), drafter(max_contexts=4)
+    for medusa in (together, alone):
+        for index, request_id in enumerate((R1, R2, rested)):
+            medusa.sampled(request_id, 0, [1], states(1, seed=index))
+        medusa.propose(rested, 2)
+    drafts = together.propose_all([(R1, 7), (rested, 2), (R2, 1), (unseen, 3)])
+    assert drafts == [alone.propose(R1, 7), Draft(), alone.propose(R2, 1), Draft()]
+    assert [len(draft) for draft in drafts] == [7, 0, 1, 0]
+    assert together.propose_all([(R1, 7), (R2, 1)]) == [Draft()] * 2, "no new rows, no guess"
