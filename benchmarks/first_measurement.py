@@ -91,6 +91,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--url", default="", help="measure this server instead of starting a cluster")
     parser.add_argument("--dialect", choices=DIALECTS, default="tandem", help="how the server counts tokens")
     parser.add_argument("--serve-flag", action="append", default=[], help="passed on to `tandem serve`; repeatable")
+    parser.add_argument(
+        "--stage",
+        action="append",
+        choices=tuple(STAGES),
+        help=f"what to measure; repeatable ({', '.join(DEFAULT_STAGES)})",
+    )
     parser.add_argument("--runs", type=int, default=DEFAULT_SHAPE.runs)
     parser.add_argument("--streams", type=int, default=DEFAULT_SHAPE.batch_streams)
     parser.add_argument("--prefill-tokens", type=int, default=DEFAULT_SHAPE.prefill_tokens)
@@ -107,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with source as url:
             endpoint = Endpoint(url, asyncio.run(_served_model(url)), arguments.dialect)
-            measurement = asyncio.run(measure(endpoint, shape, _say))
+            measurement = asyncio.run(measure(endpoint, shape, _say, arguments.stage or DEFAULT_STAGES))
             measurement.flags = tuple(arguments.serve_flag)
     except (ClusterError, ConnectionError, RunFailed) as error:
         print(f"first measurement: {error}", file=sys.stderr)

@@ -1,13 +1,14 @@
 """Drafters against no speculation, side by side in one process: tokens a second, acceptance, where the time goes.
 
-    python -m benchmarks.speculation [--drafters eagle,medusa] [--prompts FILE.jsonl] [--task own|copy]
-                                     [--num-prompts N] [--tokens N] [--batch B] [--num-drafts K] [--model M] [--json]
+    python -m benchmarks.speculation [--drafters auto,eagle] [--prompts FILE.jsonl] [--task own|copy|long]
+                                     [--num-prompts N] [--tokens N] [--batch B] [--temperature T] [--num-drafts K]
+                                     [--model M] [--json]
 
-Each batch of prompts is decoded greedily by every drafter in turn (the order rotates), on one runner. What is timed is
-decoding: from the first token that the engine gives to the last one, in processor time of the engine's thread beside
-wall time, so other work on the machine does not count, though its use of the memory does. Without a file the prompts
-are our own (`drafter_training.instructions`, a seed that no training uses), or with `--task copy` such that the answer
-stands in the prompt. A file has a JSON object on each line, with `turns`: the first one is asked.
+Each batch of prompts is decoded by every drafter in turn (the order rotates), on one runner. What is timed is decoding:
+from the first token that the engine gives to the last one, in processor time of the engine's thread beside wall time,
+so other work on the machine does not count, though its use of the memory does. Without a file the prompts are our own
+(`drafter_training.instructions`, a seed that no training uses): `copy` such that the answer stands in the prompt,
+`long` behind about 1,500 tokens. A file has a JSON object on each line, with `turns`: the first one is asked.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -42,6 +43,8 @@ from engine.request import EngineLimits, EngineRequest, FinishReason, SequenceOu
 from engine.runner_factory import BuiltRunner, build_runner
 
 OWN_PROMPTS_SEED = 987_654_321
+SAMPLING_SEED = 5
+LONG_LIST = 105  # instructions before the question: about 1,500 tokens
 DEADLINE_S = 300.0
 MAX_MODEL_LEN = 2048
 
@@ -121,6 +124,7 @@ class Bench:
             num_kv_blocks=(options.batch + 1) * MAX_MODEL_LEN // 16,
         )
         self._tokens = options.tokens
+        self._temperature = options.temperature
         self._built: BuiltRunner = build_runner(self._settings)
         self.speculators: dict[str, DraftingSpeculator | None] = {OFF: None}
         for drafter in options.drafters:
@@ -145,7 +149,10 @@ class Bench:
         engine.start(clock)
         try:
             sampling = SamplingParams(
-                temperature=0.0, max_tokens=self._tokens, stop_token_ids=tuple(built.config.eos_token_ids)
+                temperature=self._temperature,
+                seed=SAMPLING_SEED,
+                max_tokens=self._tokens,
+                stop_token_ids=tuple(built.config.eos_token_ids),
             )
             names = [RequestId(f"r{index}") for index in range(len(prompts))]
             for name, prompt in zip(names, prompts, strict=True):
@@ -196,9 +203,21 @@ def _rate(batches: Sequence[Decoded], time_name: str) -> float:
 
 def read_prompts(path: str, task: str, count: int) -> list[str]:
     if not path:
-        return list(islice(copying() if task == "copy" else instructions(OWN_PROMPTS_SEED), count))
+        return list(islice(OWN_TASKS[task](), count))
     with open(path, encoding="utf-8") as file:
         return [json.loads(line)["turns"][0] for line in islice(file, count)]
+
+
+def asking() -> Iterator[str]:
+    return iter(instructions(OWN_PROMPTS_SEED))
+
+
+def asking_behind_much() -> Iterator[str]:
+    """A question behind a long list that says nothing about it."""
+    source = instructions(OWN_PROMPTS_SEED)
+    while True:
+        text = "\n".join(next(source) for _ in range(LONG_LIST))
+        yield f"Somebody asked all of this:\n\n{text}\n\nAnswer only this one: {next(source)}"
 
 
 def copying() -> Iterator[str]:
@@ -209,6 +228,9 @@ def copying() -> Iterator[str]:
         yield f"Copy this list word for word, all six lines, and write nothing else:\n\n{text}"
         yield f"Here is a list:\n\n{text}\n\nWrite the whole list again with every line as it is."
         yield f"{text}\n\nRepeat the text above exactly."
+
+
+OWN_TASKS: dict[str, Callable[[], Iterator[str]]] = {"own": asking, "copy": copying, "long": asking_behind_much}
 
 
 def print_table(rows: Sequence[DrafterFigures]) -> None:
@@ -227,12 +249,13 @@ def print_table(rows: Sequence[DrafterFigures]) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Drafters against no speculation, side by side.")
-    parser.add_argument("--drafters", type=lambda text: text.split(","), default=["eagle", "medusa"])
+    parser.add_argument("--drafters", type=lambda text: text.split(","), default=["auto", "eagle"])
     parser.add_argument("--prompts", default="", help="JSON lines with `turns`; empty: our own")
-    parser.add_argument("--task", choices=("own", "copy"), default="own", help="which of our own prompts")
+    parser.add_argument("--task", choices=tuple(OWN_TASKS), default="own", help="which of our own prompts")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128, help="of each answer, at most")
     parser.add_argument("--batch", type=int, default=1, help="prompts at once")
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--num-drafts", type=int, default=8)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
