@@ -24,10 +24,11 @@ from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
 from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits, EngineRequest
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 from engine.step import LayerCallback, StepInput, StepOutput
 from engine.step_builder import StepBuilder
+from engine.step_plan import StepPlan
 
 Result = TypeVar("Result")
 

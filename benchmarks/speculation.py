@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation [--drafters auto,eagle] [--prompts FILE.jsonl] [--task own|copy|long]
                                      [--num-prompts N] [--tokens N] [--batch B] [--temperature T] [--num-drafts K]
-                                     [--model M] [--json]
+                                     [--model M] [--max-s S] [--json]
 
 Each batch of prompts is decoded by every drafter in turn (the order rotates), on one runner. What is timed is decoding:
 from the first token that the engine gives to the last one, in processor time of the engine's thread beside wall time,
@@ -260,6 +260,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "gguf"), default="none")
+    parser.add_argument("--max-s", type=float, default=1e9, help="no further prompts after that")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)
 
@@ -275,7 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = list(bench.speculators)
         bench.decode(OFF, prompts[:1])  # pays for buffers
         runs: dict[str, list[Decoded]] = {name: [] for name in names}
+        end_s = time.monotonic() + options.max_s
         for index, start in enumerate(range(0, len(prompts), options.batch)):
+            if index and time.monotonic() > end_s:
+                break
             turn = index % len(names)
             for name in names[turn:] + names[:turn]:
                 runs[name].append(bench.decode(name, prompts[start : start + options.batch]))
@@ -284,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
         print_table(rows)
+        print(f"{len(runs[OFF])} of {-(-len(prompts) // options.batch)} batches")
     return 0
 
 

@@ -12,7 +12,6 @@ Failure: an exception in a step ends that step's requests with ERROR and the eng
 
 from __future__ import annotations
 
-import heapq
 import logging
 import threading
 import time
@@ -23,6 +22,8 @@ from typing import TYPE_CHECKING
 from cluster.errors import TandemError
 from cluster.identity import RequestId
 from engine.block_pool import BlockPool
+from engine.compiling_sequences import CompilingSequences, compile_error
+from engine.deadlines import Deadlines
 from engine.drafting import Speculator
 from engine.executor import StepExecutor, StepResults
 from engine.inbox import Inbox, InboxItems
@@ -38,10 +39,11 @@ from engine.request import (
 )
 from engine.request_check import check_request
 from engine.result_taker import ResultTaker, Taken, decide_stop
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step_budget import StepBudget
 from engine.step_figures import StepFigures
+from engine.step_plan import StepPlan
 from engine.stop_rules import StopDecision
 from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy
@@ -78,17 +80,17 @@ class Engine:
         self._clock = clock
         self._speculator = speculator
         self._grammars = grammars
-        self._uncompiled: list[Sequence] = []  # arrived, and their constraint is still being compiled
         self._swap = swap
         self._step_budget = step_budget
         self._tiering = tiering
         self._scheduler = Scheduler(pool, limits, policy, speculator, swap, step_budget, tiering)
         self._taker = ResultTaker(executor, pool, speculator)
         self._inbox = Inbox(limits.max_waiting)
+        self._compiling = CompilingSequences(self._inbox.wake)
         self._sink: OutputSink = _drop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._outputs: list[SequenceOutput] = []
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines = Deadlines()
         self._is_blocked = False  # nothing can run until something changes outside
         self._num_failed_steps = 0
         self._figures = StepFigures()  # the engine thread's last step, for `load`
@@ -203,19 +205,16 @@ class Engine:
         has_work = bool(self._scheduler.running) or len(self._scheduler.waiting) > 0
         if has_work and not self._is_blocked:
             return 0.0
-        deadlines_s = [self._deadlines[0][0]] if self._deadlines else []
-        if self._tiering is not None and (fetched_s := self._tiering.next_deadline_s) is not None:
-            deadlines_s.append(fetched_s)
+        fetched_s = self._tiering.next_deadline_s if self._tiering is not None else None
+        deadlines_s = [at_s for at_s in (self._deadlines.next_s, fetched_s) if at_s is not None]
         return max(0.0, min(deadlines_s) - self._clock()) if deadlines_s else None
 
     def _take_in(self, items: InboxItems) -> None:
         self._is_blocked = False
         for sequence in items.arrivals:
-            if sequence.request.deadline_s:
-                self._watch_deadline(sequence)
+            self._deadlines.watch(sequence, self._inbox.num_live)
             if sequence.grammar is not None:
-                self._uncompiled.append(sequence)
-                sequence.grammar.add_done_callback(lambda _: self._inbox.wake())
+                self._compiling.add(sequence)
             else:
                 self._admit(sequence)
         for sequence in items.cancelled:
@@ -224,24 +223,15 @@ class Engine:
         for sequence in items.released:
             if sequence.state is SequenceState.HELD:
                 self._forget(sequence)
-        if self._uncompiled:
-            self._take_in_compiled()
-
-    def _admit(self, sequence: Sequence) -> None:
-        if sequence.request.landed is None or self._take_in_landed(sequence):
-            self._scheduler.add(sequence)
-
-    def _take_in_compiled(self) -> None:
-        """Those whose constraint is compiled by now. Who was cancelled meanwhile is done with."""
-        waiting = [sequence for sequence in self._uncompiled if sequence.state is SequenceState.WAITING]
-        self._uncompiled = [sequence for sequence in waiting if not is_compiled(sequence)]
-        for sequence in waiting:
-            if not is_compiled(sequence):
-                continue
+        for sequence in self._compiling.take_compiled():
             if (error := compile_error(sequence)) is not None:
                 self._end(sequence, FinishReason.ERROR, error=error)
             else:
                 self._admit(sequence)
+
+    def _admit(self, sequence: Sequence) -> None:
+        if sequence.request.landed is None or self._take_in_landed(sequence):
+            self._scheduler.add(sequence)
 
     def _take_in_landed(self, sequence: Sequence) -> bool:
         """Publishes the verified prompt and applies the stop rules to the first token, which the worker has sent."""
@@ -258,17 +248,9 @@ class Engine:
         self._end(sequence, decision.finish_reason, stop_token_id=decision.stop_token_id)
         return False
 
-    def _watch_deadline(self, sequence: Sequence) -> None:
-        if len(self._deadlines) > 2 * self._inbox.num_live + 16:  # most of it has ended before its deadline
-            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not SequenceState.FINISHED]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (sequence.request.deadline_s, sequence.arrival_index, sequence))
-
     def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            sequence = heapq.heappop(self._deadlines)[2]
-            if sequence.state in (SequenceState.WAITING, SequenceState.RUNNING):
-                self._end(sequence, FinishReason.ERROR, error="deadline_exceeded")
+        for sequence in self._deadlines.take_expired(self._clock()):
+            self._end(sequence, FinishReason.ERROR, error="deadline_exceeded")
 
     def _step(self) -> None:
         """schedule, execute, finish; whatever is raised ends this step's requests alone."""
@@ -409,19 +391,6 @@ class Engine:
             self._step_budget.saw_step(num_decodes, num_prefill_tokens, step_s * 1000)
         context_tokens = sum(sequence.num_computed for sequence in self._scheduler.running)
         self._figures = self._figures.after_step(context_tokens, len(plan.chunks), num_generated, step_s)
-
-
-def is_compiled(sequence: Sequence) -> bool:
-    return sequence.grammar is None or sequence.grammar.done()
-
-
-def compile_error(sequence: Sequence) -> str | None:
-    """Why a request's constraint could not be compiled."""
-    if sequence.grammar is None or (error := sequence.grammar.exception(0)) is None:
-        return None
-    if isinstance(error, TandemError):
-        return f"{error.error_code}: {error.message}"
-    return f"the constraint could not be compiled: {type(error).__name__}"
 
 
 def _drop(outputs: Chunks[SequenceOutput]) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.request import PositionLogprobs
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
 from engine.step import LayerCallback
+from engine.step_plan import ScheduledChunk
 
 
 @dataclass(slots=True)

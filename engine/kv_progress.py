@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Chunks
 
 from engine.request import KvListener
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
+from engine.step_plan import ScheduledChunk
 
 logger = logging.getLogger(__name__)
 

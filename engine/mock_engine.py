@@ -22,9 +22,9 @@ from engine.engine import Engine
 from engine.executor import StepResults
 from engine.kv_tiering import KvTiering
 from engine.request import EngineLimits, EngineRequest
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
 from engine.step import LayerCallback
+from engine.step_plan import ScheduledChunk
 from engine.waiting_queue import SchedulingPolicy
 
 TOKEN_MULTIPLIER = 1103515245

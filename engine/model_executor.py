@@ -13,10 +13,10 @@ from engine.executor import StepResults
 from engine.logprobs import position_logprobs
 from engine.request import EngineLimits, PositionLogprobs
 from engine.sampler import SampleRow, SamplerState, sample
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
 from engine.step import LayerCallback, ModelRunner
 from engine.step_builder import StepBuilder, num_prompt_targets
+from engine.step_plan import ScheduledChunk
 
 
 class KvCopies(Protocol):

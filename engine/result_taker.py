@@ -15,8 +15,8 @@ from engine.block_pool import BlockPool
 from engine.drafting import Accepted, Speculator, verify_match
 from engine.executor import StepExecutor, StepResults
 from engine.request import PositionLogprobs
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
+from engine.step_plan import ScheduledChunk
 from engine.stop_rules import StopDecision, apply_stop_rules
 
 

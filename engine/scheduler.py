@@ -16,9 +16,7 @@ Its promise:
   full blocks is copied (`engine.shared_tail`). So n choices of one prompt cost one prefill and one token each.
 - A prompt whose next block a lower tier is giving back (`engine.kv_tiering`) waits for it likewise, at most
   `FETCH_TIMEOUT_S`; others pass meanwhile.
-
-- Drafts to verify get what budget and blocks are left over after all of that: they preempt nobody, and leave a block
-  for every running sequence.
+- Drafts to verify get what budget and blocks are left over after all of that (`engine.draft_allotment`).
 
 A step costs O(batch), however long the queue is. The scheduler knows no model, no clock and no thread; the pool is the
 only thing it changes beside sequences, and through the swap space the content of blocks that are a sequence's own.
@@ -28,52 +26,24 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from cluster.errors import RequestExceedsKvCapacity, StartupError
 from engine.block_pool import BlockPool
-from engine.drafting import DraftWish, NoDraftReason, Speculator
+from engine.draft_allotment import DraftAllotment
+from engine.drafting import Speculator
 from engine.kv_tiering import KvTiering
+from engine.partial_prefills import PartialPrefills
 from engine.request import EngineLimits
 from engine.sequence import NEVER_REFUSED, Sequence, SequenceState
-from engine.shared_tail import SharedTail, find_shared_tail
+from engine.shared_tail import find_shared_tail
 from engine.step_budget import StepBudget
+from engine.step_plan import ScheduledChunk, StepPlan
 from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy, WaitingQueue, order_key
 
 MAX_PREEMPTIONS = 3
 MAX_OVERTAKEN = 16
 ADMISSION_LOOKAHEAD = 8  # how many that do not fit are looked past in one step
-MAX_LONG_PARTIAL_PREFILLS = 1  # prompts above `long_prefill_token_threshold` in progress at once
-
-
-class ScheduledChunk(NamedTuple):
-    """Tokens [first_token, first_token + num_tokens) of one sequence, and drafts behind its last one."""
-
-    sequence: Sequence
-    first_token: int
-    num_tokens: int
-    num_drafts: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_tokens + self.num_drafts
-
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the chunk ends at the sequence's last token, so that the next one is sampled."""
-        return self.first_token + self.num_tokens == self.sequence.num_tokens
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step. `admitted` are among the chunks, `preempted` are not; `tails` are copied, in order, before it runs."""
-
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    tails: list[SharedTail] = field(default_factory=list)
 
 
 class Scheduler:
@@ -98,7 +68,7 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._policy = policy
-        self._speculator = speculator
+        self._drafts = DraftAllotment(speculator, pool, limits) if speculator is not None else None
         self._swap = swap
         self._step_budget = step_budget
         self._tiering = tiering
@@ -158,8 +128,8 @@ class Scheduler:
         budget, partial = self._schedule_prefills(plan, budget - kept_back, in_progress)
         if not plan.preempted:  # what a victim gave back is for those who run
             budget = self._admit(plan, budget, partial)
-        if self._speculator is not None:
-            self._add_drafts(plan, num_decodes, budget + kept_back, self._speculator)
+        if self._drafts is not None:
+            self._drafts.add_drafts(plan, num_decodes, budget + kept_back, len(self.running))
         return plan
 
     def _kept_from_prompts(self, budget: int, num_decodes: int) -> int:
@@ -185,8 +155,8 @@ class Scheduler:
 
     def _schedule_prefills(
         self, plan: StepPlan, budget: int, in_progress: Iterable[Sequence]
-    ) -> tuple[int, _PartialPrefills]:
-        partial = _PartialPrefills(self._limits)
+    ) -> tuple[int, PartialPrefills]:
+        partial = PartialPrefills(self._limits)
         for sequence in in_progress:
             if sequence.state is not SequenceState.RUNNING:  # a decode took its blocks
                 continue
@@ -194,7 +164,7 @@ class Scheduler:
             budget -= self._add_chunk(plan, sequence, budget)
         return budget, partial
 
-    def _admit(self, plan: StepPlan, budget: int, partial: _PartialPrefills) -> int:
+    def _admit(self, plan: StepPlan, budget: int, partial: PartialPrefills) -> int:
         """Takes from the queue while there is room, past a few that do not fit, within bounds. Gives what is left."""
         passed_by: list[Sequence] = []
         passed_for_a_while: list[Sequence] = []  # their prefix is being computed by another one, or fetched
@@ -225,35 +195,6 @@ class Scheduler:
             self.waiting.push(sequence)
         return budget
 
-    def _add_drafts(self, plan: StepPlan, num_decodes: int, budget: int, speculator: Speculator) -> None:
-        """Guesses behind the decodes, which are the plan's first chunks, in their order as far as the budget goes."""
-        wishes: list[DraftWish] = []
-        places: list[int] = []
-        for index, chunk in enumerate(plan.chunks[:num_decodes]):
-            sequence = chunk.sequence
-            if not sequence.may_have_drafts:
-                continue
-            room = sequence.max_kv_tokens - sequence.num_tokens
-            if room <= 0 or budget <= len(wishes):
-                speculator.no_draft(NoDraftReason.END_IS_NEAR if room <= 0 else NoDraftReason.NO_BUDGET)
-                continue
-            wishes.append(DraftWish(sequence.request, sequence.token_ids, min(room, budget)))
-            places.append(index)
-        if not wishes:
-            return
-        for index, proposed in zip(places, speculator.propose(wishes, num_decodes), strict=True):
-            if not proposed:
-                continue
-            chunk = plan.chunks[index]
-            sequence = chunk.sequence
-            draft = proposed.first(min(budget, self._num_draft_slots(sequence, min(budget, len(proposed)))))
-            if not draft:
-                speculator.no_draft(NoDraftReason.NO_BLOCKS if budget else NoDraftReason.NO_BUDGET)
-                continue
-            sequence.put_draft(draft)
-            plan.chunks[index] = chunk._replace(num_drafts=len(draft))
-            budget -= len(draft)
-
     def _is_being_computed(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Whether a prompt of this step is at, or on its way to, the first block that the cache does not have yet."""
         others = [chunk.sequence for chunk in plan.chunks if chunk.num_tokens > 1]
@@ -277,7 +218,7 @@ class Scheduler:
             return False
         return self._tiering.must_wait(sequence)
 
-    def _may_start(self, sequence: Sequence, budget: int, partial: _PartialPrefills) -> bool:
+    def _may_start(self, sequence: Sequence, budget: int, partial: PartialPrefills) -> bool:
         """Whether one more prompt may be in progress, or this one will not be: what is cached needs no compute."""
         num_uncomputed = sequence.num_uncomputed
         if not partial.has_room(num_uncomputed, budget):
@@ -346,14 +287,6 @@ class Scheduler:
         sequence.blocks.extend(fresh)
         return True
 
-    def _num_draft_slots(self, sequence: Sequence, num_drafts: int) -> int:
-        """How many of the drafts find room: in the sequence's own blocks, and in those that nobody needs now."""
-        missing = self._num_blocks(sequence.num_tokens + num_drafts) - len(sequence.blocks)
-        spare_blocks = self._pool.num_available - self._limits.watermark_blocks - len(self.running)
-        if 0 < missing <= spare_blocks:
-            sequence.blocks.extend(self._pool.allocate(missing) or ())
-        return min(num_drafts, len(sequence.blocks) * self._pool.block_tokens - sequence.num_tokens)
-
     def _extend(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Blocks for a decode, if need be from one victim. False: the sequence sits out this step."""
         if self._grow(sequence):
@@ -398,32 +331,6 @@ class Scheduler:
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_tokens)
-
-
-class _PartialPrefills:
-    """How many prompts will still be in progress after this step."""
-
-    def __init__(self, limits: EngineLimits) -> None:
-        self._limits = limits
-        self._num_partial = 0
-        self._num_long = 0
-
-    def has_room(self, num_uncomputed: int, budget: int) -> bool:
-        if self._ends_in_this_step(num_uncomputed, budget):
-            return True
-        is_long_allowed = not self._is_long(num_uncomputed) or self._num_long < MAX_LONG_PARTIAL_PREFILLS
-        return self._num_partial < self._limits.max_partial_prefills and is_long_allowed
-
-    def add(self, num_uncomputed: int, budget: int) -> None:
-        if not self._ends_in_this_step(num_uncomputed, budget):
-            self._num_partial += 1
-            self._num_long += self._is_long(num_uncomputed)
-
-    def _ends_in_this_step(self, num_uncomputed: int, budget: int) -> bool:
-        return num_uncomputed <= min(budget, self._limits.long_prefill_token_threshold or budget)
-
-    def _is_long(self, num_uncomputed: int) -> bool:
-        return 0 < self._limits.long_prefill_token_threshold < num_uncomputed
 
 
 def _key(sequence: Sequence) -> tuple[float, int]:

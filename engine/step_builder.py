@@ -11,9 +11,9 @@ from collections.abc import Sequence as Chunks
 import numpy as np
 
 from engine.request import EngineLimits
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
 from engine.step import Int32Array, StepInput
+from engine.step_plan import ScheduledChunk
 
 
 class StepBuilder:

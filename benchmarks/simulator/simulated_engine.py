@@ -15,8 +15,9 @@ from cluster.errors import ServerOverloaded
 from engine.block_pool import BlockPool
 from engine.mock_engine import StepTiming
 from engine.request import EngineLimits, EngineLoad, EngineRequest
-from engine.scheduler import Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
+from engine.step_plan import StepPlan
 
 DEFAULT_MAX_LEAP = 16
 # Generated tokens are never read: only their number costs time.

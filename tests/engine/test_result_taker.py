@@ -14,8 +14,8 @@ from engine.draft import ROOT, Draft
 from engine.executor import StepResults
 from engine.request import FinishReason
 from engine.result_taker import ResultTaker, Taken
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
+from engine.step_plan import ScheduledChunk
 from tests.engine.engine_bench import make_request
 
 BLOCK_TOKENS = 4

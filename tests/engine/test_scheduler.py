@@ -12,9 +12,10 @@ from cluster.errors import RequestExceedsKvCapacity, StartupError
 from engine.block_pool import BlockPool
 from engine.mock_engine import StepTiming
 from engine.request import EngineLimits
-from engine.scheduler import ADMISSION_LOOKAHEAD, MAX_OVERTAKEN, MAX_PREEMPTIONS, Scheduler, StepPlan
+from engine.scheduler import ADMISSION_LOOKAHEAD, MAX_OVERTAKEN, MAX_PREEMPTIONS, Scheduler
 from engine.sequence import Sequence, SequenceState
 from engine.step_budget import StepBudget
+from engine.step_plan import StepPlan
 from engine.waiting_queue import AGEING_S_PER_LEVEL, MAX_SKIPS, SKIP_TOKENS, SchedulingPolicy
 from tests.engine.engine_bench import make_request
 

@@ -9,9 +9,9 @@ import numpy as np
 from cluster.identity import BlockId, BlockRef
 from engine.block_pool import BlockPool
 from engine.request import EngineLimits
-from engine.scheduler import ScheduledChunk
 from engine.sequence import Sequence
 from engine.step_builder import StepBuilder
+from engine.step_plan import ScheduledChunk
 from tests.engine.engine_bench import make_request
 
 BLOCK = 4

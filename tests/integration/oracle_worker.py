@@ -31,8 +31,8 @@ from engine.executor import StepExecutor, StepResults
 from engine.kv_memory import KvMemory
 from engine.mock_worker import open_mock_engine
 from engine.request import EngineRequest
-from engine.scheduler import ScheduledChunk
 from engine.step import LayerCallback
+from engine.step_plan import ScheduledChunk
 from engine.worker_engine import WorkerEngine
 from prefill_worker import prefill_flow
 from prefill_worker.prefill_node import PrefillNode
