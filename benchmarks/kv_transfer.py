@@ -207,7 +207,8 @@ def digest_part(part: Sequence[FramePlace], memory: KvMemory) -> Spent:
 
 def measure(case: Case) -> Result:
     """Raises `TimeoutError` when a round takes longer than any link of one host may."""
-    memory = KvMemory(case.layout, case.num_blocks, shareable=True)
+    # Shared only with who maps it, as in a worker: a memfd's pages are small, which costs who writes them 1.7 times.
+    memory = KvMemory(case.layout, case.num_blocks, shareable=case.transport == "shm-direct")
     memory.zero()
     sink = CountingSink(case, memory)
     nonce = secrets.token_bytes(NONCE_BYTES)

@@ -13,6 +13,10 @@ import numpy.typing as npt
 Offsets = npt.NDArray[np.int64]
 
 
+class _InOrder(array):  # type: ignore[type-arg]  # of int: generic only for a type checker
+    """Places 0, 1, 2, ..."""
+
+
 class EqualRuns(Sequence[memoryview]):
     """Runs of `run_bytes` each: run i starts `places[i] * stride` bytes behind `address`.
 
@@ -26,10 +30,11 @@ class EqualRuns(Sequence[memoryview]):
         self, buffer: memoryview, buffer_address: int, first: int, places: Sequence[int], stride: int, run_bytes: int
     ) -> None:
         """`first`: what place 0 would be in the buffer. Raises `IndexError` for a run outside it."""
-        if len(places) and (
-            first + min(places) * stride < 0 or first + max(places) * stride + run_bytes > buffer.nbytes
-        ):
-            raise IndexError(f"a run of {run_bytes} bytes lies outside of a buffer of {buffer.nbytes}")
+        if len(places):
+            # Of places in order the ends are known; looking at all of them costs as much as the rest of this.
+            low, high = (places[0], places[-1]) if isinstance(places, _InOrder) else (min(places), max(places))
+            if first + low * stride < 0 or first + high * stride + run_bytes > buffer.nbytes:
+                raise IndexError(f"a run of {run_bytes} bytes lies outside of a buffer of {buffer.nbytes}")
         self._buffer = buffer[:]  # a view of our own: its owner cannot unmap what we point into
         self._first = first
         self.address = buffer_address + first
@@ -98,7 +103,7 @@ class MappedBytes:
 @cache
 def counting(count: int) -> array[int]:
     """0, 1, 2, ...: as many as a frame has runs, so few different ones."""
-    return array("q", range(count))
+    return _InOrder("q", range(count))
 
 
 def size_of_each(runs: Sequence[memoryview]) -> int | None:

@@ -91,6 +91,7 @@ class KvMemory:
         if num_blocks < 1:
             raise StartupError(f"the KV pool needs at least one block, got {num_blocks}", param="num_kv_blocks")
         self.layout = layout
+        self._block_bytes, self._cell_bytes = layout.block_bytes, layout.cell_bytes  # asked for with every frame
         self.num_blocks = num_blocks
         self.size_bytes = num_blocks * layout.block_bytes
         self._is_closed = False
@@ -151,11 +152,11 @@ class KvMemory:
 
         Raises `IndexError` as `run`.
         """
-        self.run(0, first_layer, num_layers)
-        stride, size = self.layout.block_bytes, num_layers * self.layout.cell_bytes
+        if not 0 <= first_layer <= first_layer + num_layers <= self.layout.num_layers:
+            self.run(0, first_layer, num_layers)
+        stride, size = self._block_bytes, num_layers * self._cell_bytes
         if size < stride:
-            first = first_layer * self.layout.cell_bytes
-            return EqualRuns(self._bytes, self._address, first, blocks, stride, size)
+            return EqualRuns(self._bytes, self._address, first_layer * self._cell_bytes, blocks, stride, size)
         for block in (min(blocks, default=0), max(blocks, default=0)):
             self.run(block, first_layer, num_layers)
         ends = [index for index in range(1, len(blocks)) if blocks[index] != blocks[index - 1] + 1]

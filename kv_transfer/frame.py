@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import xxhash
 
@@ -47,7 +46,7 @@ def digest_of(runs: Iterable[memoryview]) -> bytes:
 
 def with_digest(header: FrameHeader, payload: Sequence[memoryview]) -> FrameHeader:
     """The header with the payload's digest, which is read for it unless the header has one."""
-    return header if header.digest else replace(header, digest=digest_of(payload))
+    return header if header.digest else header._replace(digest=digest_of(payload))
 
 
 def root_digest(digests: list[bytes]) -> bytes:

@@ -17,6 +17,8 @@ from kv_transfer.native.build import LIBRARY_NAME, SOURCE_DIR
 
 HOW_TO_BUILD = "build it with `python -m kv_transfer.native.build` (needs a C++17 compiler)"
 
+_Digest = ctypes.c_char * DIGEST_BYTES
+
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +51,7 @@ def _copy_natively(
         return None
     if here.run_bytes != there.run_bytes or len(here) != len(there):
         raise ValueError(f"{len(here)} runs of {here.run_bytes} bytes into {len(there)} of {there.run_bytes}")
-    digest = ctypes.create_string_buffer(DIGEST_BYTES)
+    digest = _Digest()
     result = library.tandem_copy_frame(
         here.address, here.places.buffer_info()[0], here.stride,
         there.address, there.places.buffer_info()[0], there.stride,

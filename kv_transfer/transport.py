@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.identity import TransferId
 
@@ -28,8 +28,7 @@ class CancelGuarantee(enum.Enum):
     MUST_DRAIN = "must_drain"  # bytes may land until the sender says Drained
 
 
-@dataclass(frozen=True, slots=True)
-class FrameHeader:
+class FrameHeader(NamedTuple):  # and no dataclass: one is made for every frame, in a third of the time
     """What travels in front of a frame's bytes (`kv_transfer/frame.py` packs it).
 
     A frame covers whole (block, layer) cells: layers [first_layer, first_layer + num_layers) of the destination's

@@ -17,6 +17,7 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -29,6 +30,7 @@ from kv_transfer.transport import PROBE_EPOCH, CancelGuarantee, FrameHeader, Fra
 from kv_transfer.transports.connection_gate import ConnectionGate
 from kv_transfer.transports.listener import Listener
 from kv_transfer.transports.probing_sink import ProbingSink
+from kv_transfer.transports.ring_stores import RingStores
 from kv_transfer.transports.stream_io import read_exactly, read_next
 from kv_transfer.transports.throttle import Throttle
 from kv_transfer.transports.unix_socket import bind_unix, connect_unix
@@ -79,6 +81,7 @@ class ShmSender:
             raise KvTransferFailed(f"cannot share a ring of {RING_BYTES} bytes: {error}", stage="transfer") from error
         self._written = self._consumed = 0  # bytes since the start, gaps at the ring's end included
         self._num_probes = self._num_verified = 0
+        self._stores = RingStores(RING_BYTES)
 
     def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> Posted:
         """Copies the frame into the ring, waiting for room; the source bytes are free when this returns."""
@@ -86,12 +89,19 @@ class ShmSender:
         self._num_probes += header.epoch == PROBE_EPOCH
         try:
             start, taken = self._make_room(header.num_bytes)
-            digest = copy_frame(payload, self._ring.from_start(start, payload))
+            digest = self._write(payload, start, header.num_bytes)
             digest = header.digest or digest
             self._connection.sendall(pack_header(header, digest) + _PLACE.pack(start, taken))
         except OSError as error:
             self._break(error)
         return Posted(digest)
+
+    def _write(self, payload: Sequence[memoryview], start: int, num_bytes: int) -> bytes:
+        targets = self._ring.from_start(start, payload)
+        started_s = time.perf_counter()
+        digest = copy_frame(payload, targets, past_caches=self._stores.is_past_caches)
+        self._stores.wrote(num_bytes, time.perf_counter() - started_s)
+        return digest
 
     def poll(self) -> None:
         """Nothing is ever outstanding for the source."""
@@ -118,7 +128,7 @@ class ShmSender:
         try:
             os.ftruncate(descriptor, RING_BYTES)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            mapping = mmap.mmap(descriptor, RING_BYTES)
+            mapping = mmap.mmap(descriptor, RING_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
             self._connection.sendmsg([_U64.pack(RING_BYTES)], rights)
         finally:

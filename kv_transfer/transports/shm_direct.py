@@ -21,7 +21,7 @@ import struct
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -141,7 +141,7 @@ class _GrantingConnection:
             self._grant(parse_header(rest))
         elif kind == WRITTEN and self._grants:
             grant = self._grants.popleft()
-            header = replace(grant.header, digest=bytes(rest[:DIGEST_BYTES]))
+            header = grant.header._replace(digest=bytes(rest[:DIGEST_BYTES]))
             self._sink.close_frame(header, digest_of(grant.runs))
         else:
             raise BadFrame(f"unexpected message {kind!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import replace
 
 from cluster.errors import KvTransferFailed
 from cluster.identity import TransferId
@@ -94,7 +93,7 @@ class FaultySender:
                 return self._sender.push(header, payload)
             case Fault.CUT:
                 short = b"".join(payload)[:-8]
-                return self._sender.push(replace(header, num_bytes=len(short)), [memoryview(short)])
+                return self._sender.push(header._replace(num_bytes=len(short)), [memoryview(short)])
         return self._sender.push(*_spoilt(fault, header, payload))
 
 
@@ -107,17 +106,17 @@ def _spoilt(fault: Fault, header: FrameHeader, payload: list[memoryview]) -> tup
             whole[len(whole) // 2 :] = bytes(len(whole) - len(whole) // 2)
         case Fault.WRONG_LENGTH:
             whole = whole[: len(whole) // 2]
-            header = replace(header, num_bytes=len(whole))
+            header = header._replace(num_bytes=len(whole))
         case Fault.WRONG_BLOCK:
-            header = replace(header, first_block=header.first_block + 1)
+            header = header._replace(first_block=header.first_block + 1)
         case Fault.WRONG_LAYER:
-            header = replace(header, first_layer=header.first_layer ^ 1)
+            header = header._replace(first_layer=header.first_layer ^ 1)
         case Fault.WRONG_HEADS:
-            header = replace(header, first_head=1, num_heads=1)
+            header = header._replace(first_head=1, num_heads=1)
         case Fault.WRONG_EPOCH:
-            header = replace(header, epoch=header.epoch + 1)
+            header = header._replace(epoch=header.epoch + 1)
         case Fault.WRONG_TRANSFER:
-            header = replace(header, transfer_id=TransferId(bytes(16)))
+            header = header._replace(transfer_id=TransferId(bytes(16)))
         case Fault.WRONG_DIGEST:
-            header = replace(header, digest=bytes(16))
+            header = header._replace(digest=bytes(16))
     return header, [memoryview(whole)]

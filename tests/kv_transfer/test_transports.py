@@ -242,7 +242,7 @@ def test_f25_a_header_outside_the_reservation_writes_nothing(rig: Rig, change: d
     rig.table.open(key, 1, refs(5), 0, lambda *_: None)
     before = rig.target.tensor.clone()
     header, payload = frame(rig, 1, 1, 0, 0, prompt=9)
-    fields = {name: getattr(header, name) for name in FrameHeader.__slots__} | change
+    fields = {name: getattr(header, name) for name in FrameHeader._fields} | change
     changed = FrameHeader(**fields)
     sender.push(changed, [payload[0][: changed.num_bytes]])
     wait_until(lambda: rig.table.counts().refused_frames == 1, "refused")
