@@ -29,10 +29,20 @@ def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureOfExperts:
+    """MLPs of which each token takes a few."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int  # an expert's intermediate size
+    normalizes_weights: bool  # the weights of a token's experts sum to 1
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Architecture, sizes and special tokens."""
 
-    architecture: str  # "llama" | "qwen2" | "qwen3"
+    architecture: str  # "llama" | "qwen2" | "qwen3" | "mixtral" | "qwen3_moe"
     name: str
     vocab_size: int
     hidden_size: int
@@ -49,6 +59,7 @@ class ModelConfig:
     qk_norm: bool = False  # Qwen3: RMSNorm on each head of q and k before rope
     sliding_window: int = 0  # 0 is off (Mistral 7B v0.1: 4096)
     rope_scaling: RopeScaling | None = None
+    mixture: MixtureOfExperts | None = None  # what every layer's MLP is; None: one dense one
     eos_token_ids: tuple[int, ...] = field(default=())
     bos_token_id: int | None = None
     # BLAKE2b of config and weights' identity: equal fingerprints may share KV.

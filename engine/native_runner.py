@@ -60,6 +60,11 @@ class NativeRunner:
         """
         if dtype not in ("bfloat16", "float32"):
             raise StartupError(f"the native backend computes in bfloat16 or float32, not {dtype}", param="dtype")
+        if config.mixture is not None:
+            raise StartupError(
+                f"{config.name} is a mixture of experts, which the native backend does not compute: use backend torch",
+                param="backend",
+            )
         self.config = config
         self.quantization: Quantization = quantization
         self._library = native_library.load_library()

@@ -86,7 +86,13 @@ def triton_runner(
     dtype: str = "",
     ranks: Ranks | None = None,
 ) -> TritonRunner:
-    """Call `triton_device` first: it says what is missing."""
+    """Call `triton_device` first: it says what is missing. Raises `StartupError` for experts to be quantised."""
+    if weights.config.mixture is not None and quantization != "none":
+        raise StartupError(
+            f"{weights.config.name} is a mixture of experts, whose matrices stay in the model's dtype: "
+            "set quantization to none",
+            param="quantization",
+        )
     # Not at the top: triton need not be installed where nobody asks for it.
     from engine.kernels.triton.operations import triton_operations
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels import reference
+from engine.kernels.experts import ExpertsMaker, make_experts
 from engine.kernels.linear import Linear, make_linear
 from engine.kernels.reference_attention import AttentionShape, plan_attention
 from engine.step import StepInput
@@ -39,6 +40,7 @@ class OperationTable:
     kv_write: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor], None]
     plan_attention: Callable[[StepInput, AttentionShape, torch.Tensor], AttentionPlan]
     make_linear: LinearMaker
+    make_experts: ExpertsMaker
 
 
 REFERENCE = OperationTable(
@@ -48,4 +50,5 @@ REFERENCE = OperationTable(
     kv_write=reference.kv_write,
     plan_attention=plan_attention,
     make_linear=make_linear,
+    make_experts=make_experts,
 )

@@ -1,7 +1,8 @@
 """A Llama-family decoder over paged KV: Llama, Mistral, Qwen2, Qwen3 differ by a bias and a norm.
 
-    embed ─> [ norm ─> qkv ─> rope ─> KV into pool ─> attention ─> out ─> norm ─> gate, up ─> down ] x layers
-          ─> norm ─> logits
+    embed ─> [ norm ─> qkv ─> rope ─> KV into pool ─> attention ─> out ─> norm ─> MLP ] x layers ─> norm ─> logits
+
+An MLP is gate, up and down, or of Mixtral and Qwen3-MoE a router and the experts that it chooses.
 
 All tokens of all sequences lie end to end; only the attention plan knows where a sequence ends. Which code runs an
 operation is the table's business, where weights come from the source's.
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.linear import Linear
+from engine.kernels.experts import route
+from engine.kernels.linear import Linear, make_linear
 from engine.kernels.reference_attention import AttentionShape
 from engine.kernels.table import AttentionPlan, OperationTable
 from engine.model_config import ModelConfig
@@ -37,8 +39,7 @@ class _Layer:
     key_norm: torch.Tensor | None
     attention_output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Decoder:
                 # A rank gives its part of this sum after it has written its KV: now every head's is there.
                 layer_done(index)
             hidden = operations.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
-            hidden = layer.down(operations.silu_multiply(layer.gate_up(hidden)))
+            hidden = layer.mlp(hidden)
             if index + 1 < len(self._layers):
                 hidden = operations.add_rms_norm(hidden, residual, self._layers[index + 1].attention_norm, eps)
             else:
@@ -196,15 +197,44 @@ class _Loader:
             key_norm=self.tensor(f"{attention}.k_norm.weight") if has_qk_norm else None,
             attention_output=self._summed_linear(f"{attention}.o_proj"),
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
-            down=self._summed_linear(f"{mlp}.down_proj"),
+            mlp=self._dense_mlp(mlp) if self._weights.config.mixture is None else self._mixture(mlp),
         )
+
+    def _dense_mlp(self, prefix: str) -> Linear:
+        gate_up = self._linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"])
+        down, silu_multiply = self._summed_linear(f"{prefix}.down_proj"), self._operations.silu_multiply
+        return lambda hidden: down(silu_multiply(gate_up(hidden)))
+
+    def _mixture(self, prefix: str) -> Linear:
+        """Experts, and the router that every rank computes alike."""
+        mixture, ranks = self._weights.config.mixture, self._ranks
+        if mixture is None:
+            raise ValueError(f"{prefix} is dense")
+        experts = [f"{prefix}.experts.{index}" for index in range(mixture.num_experts)]
+        compute = self._operations.make_experts(
+            [self._matrix([f"{expert}.gate_proj", f"{expert}.up_proj"]) for expert in experts],
+            [self._matrix([f"{expert}.down_proj"]) for expert in experts],
+        )
+        # Never quantised: a token that goes to other experts is another token.
+        router = make_linear(self.tensor(f"{prefix}.gate.weight"))
+
+        def mlp(hidden: torch.Tensor) -> torch.Tensor:
+            expert_ids, weights = route(
+                router(hidden), mixture.experts_per_token, normalizes=mixture.normalizes_weights
+            )
+            output = compute(hidden, expert_ids, weights)
+            return output if ranks is None else ranks.sum(output)
+
+        return mlp
 
     def _linear(self, modules: list[str], *, has_bias: bool = False) -> Linear:
         """The modules' matrices, one below the other, as one linear layer."""
-        weight = torch.cat([self.tensor(f"{module}.weight") for module in modules])
+        weight = self._matrix(modules)
         bias = torch.cat([self.tensor(f"{module}.bias") for module in modules]) if has_bias else None
         return self._operations.make_linear(weight, bias)
+
+    def _matrix(self, modules: list[str]) -> torch.Tensor:
+        return torch.cat([self.tensor(f"{module}.weight") for module in modules])
 
     def _summed_linear(self, module: str) -> Linear:
         """A layer that each rank has some input columns of."""

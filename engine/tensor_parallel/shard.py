@@ -56,7 +56,7 @@ def check_divides(config: ModelConfig, size: int) -> None:
     for what, fits in (
         (f"{config.num_heads} heads", config.num_heads % size == 0),
         (f"{config.num_kv_heads} KV heads", larger % smaller == 0),
-        (f"an MLP of {config.intermediate_size}", config.intermediate_size % size == 0),
+        (f"an MLP of {_mlp_size(config)}", _mlp_size(config) % size == 0),
     ):
         if not fits:
             raise StartupError(
@@ -73,6 +73,8 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
         num_heads=config.num_heads // shard.size,
         num_kv_heads=heads.stop - heads.start,
         intermediate_size=config.intermediate_size // shard.size,
+        mixture=config.mixture
+        and dataclasses.replace(config.mixture, expert_size=config.mixture.expert_size // shard.size),
     )
 
 
@@ -91,7 +93,7 @@ class ShardedWeights:
         config, head_dim = whole.config, whole.config.head_dim
         query = _scaled(shard.part(config.num_heads), head_dim)
         key_value = _scaled(shard.kv_heads(config.num_kv_heads), head_dim)
-        mlp = shard.part(config.intermediate_size)
+        mlp = shard.part(_mlp_size(config))
         vocabulary = shard.vocabulary(config.vocab_size)
         self._parts = {
             "q_proj": (query, ALL),
@@ -127,6 +129,11 @@ class ShardedWeights:
 
     def close(self) -> None:
         self._whole.close()
+
+
+def _mlp_size(config: ModelConfig) -> int:
+    """Of the MLP, or of each expert: every rank has a part of all experts."""
+    return config.intermediate_size if config.mixture is None else config.mixture.expert_size
 
 
 def _scaled(heads: slice, head_dim: int) -> slice:

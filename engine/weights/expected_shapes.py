@@ -13,7 +13,7 @@ from engine.model_config import ModelConfig
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face's name of every tensor, with its shape `[outputs, inputs]`."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     query_size = config.num_heads * config.head_dim
     kv_size = config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -29,10 +29,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.v_proj.weight": (kv_size, hidden),
         "self_attn.o_proj.weight": (hidden, query_size),
         "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (intermediate, hidden),
-        "mlp.up_proj.weight": (intermediate, hidden),
-        "mlp.down_proj.weight": (hidden, intermediate),
     }
+    if config.mixture is not None:
+        layer_shapes["mlp.gate.weight"] = (config.mixture.num_experts, hidden)
+        for expert in range(config.mixture.num_experts):
+            layer_shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, config.mixture.expert_size)
+    else:
+        layer_shapes |= _mlp_shapes("mlp", hidden, config.intermediate_size)
     if config.attention_bias:
         layer_shapes["self_attn.q_proj.bias"] = (query_size,)
         layer_shapes["self_attn.k_proj.bias"] = (kv_size,)
@@ -43,6 +46,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.num_layers):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, size: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (size, hidden),
+        f"{prefix}.up_proj.weight": (size, hidden),
+        f"{prefix}.down_proj.weight": (hidden, size),
+    }
 
 
 def check_shapes(where: str, config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> None:

@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import StartupError, shown
-from engine.model_config import ModelConfig, RopeScaling, yarn_attention_factor
+from engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling, yarn_attention_factor
 from engine.weights.quantization_config import CheckpointQuantization, read_quantization
 
 # model_type in config.json -> our architecture. Mistral is Llama with a window.
-ARCHITECTURE_OF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURE_OF = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
+}
 DEFAULT_ROPE_THETA = 10_000.0
 
 
@@ -52,11 +59,33 @@ def read_config(directory: Path) -> ModelConfig:
         max_model_len=scaling.longest_sequence(max_positions) if scaling else max_positions,
         tie_embeddings=bool(values.get("tie_word_embeddings")),
         attention_bias=model_type == "qwen2",
-        qk_norm=model_type == "qwen3",
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
         sliding_window=_sliding_window(values),
         rope_scaling=scaling,
+        mixture=_mixture(values),
         eos_token_ids=_end_tokens(directory, values),
         bos_token_id=values.get("bos_token_id"),
+    )
+
+
+def _mixture(values: _Fields) -> MixtureOfExperts | None:
+    """None for a dense model. Models with dense layers in between are refused."""
+    model_type = values.get("model_type")
+    if model_type == "mixtral":
+        num_experts, size = values.integer("num_local_experts"), values.integer("intermediate_size")
+    elif model_type == "qwen3_moe":
+        values.refuse_unless("decoder_sparse_step", 1)
+        values.refuse_unless("mlp_only_layers", [])
+        # transformers 5 writes Mixtral's name for it.
+        num_experts = values.integer("num_experts" if values.get("num_experts") else "num_local_experts")
+        size = values.integer("moe_intermediate_size")
+    else:
+        return None
+    experts_per_token = values.integer("num_experts_per_tok")
+    if experts_per_token > num_experts:
+        raise values.refuse("num_experts_per_tok")
+    return MixtureOfExperts(
+        num_experts, experts_per_token, size, model_type == "mixtral" or bool(values.get("norm_topk_prob"))
     )
 
 

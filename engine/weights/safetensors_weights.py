@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.model_config import ModelConfig
 from engine.weights.expected_shapes import check_shapes
 from engine.weights.fingerprint import fingerprint
 from engine.weights.hugging_face_config import read_config, read_stated_quantization
+from engine.weights.mixtral_names import plain_name
 from engine.weights.quantization_config import CheckpointQuantization
 from engine.weights.quantized_layouts import IGNORED_PARTS, LAYOUTS, Layout
 from engine.weights.quantized_matrix import QuantizedMatrix
@@ -30,6 +32,22 @@ _SUPPORTED_TYPES = frozenset({"F32", "BF16", "F16"})
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of an open file."""
+
+    file: Any
+    name: str
+
+    def tensor(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+    def slice(self) -> Any:
+        """Its shape and type, and any part of it, without reading the rest."""
+        return self.file.get_slice(self.name)
+
+
 class SafetensorsWeights:
     """An open checkpoint directory; keeps `engine.weights.weight_source.WeightFile`'s promise."""
 
@@ -38,17 +56,18 @@ class SafetensorsWeights:
         config = read_config(directory)
         self._quantization = read_stated_quantization(directory)
         self._files = {path: _open(path) for path in _weight_files(directory)}
-        self._file_of = {
-            name: file
+        self._stored = {
+            plain_name(name): StoredTensor(file, name)
             for file in self._files.values()
             for name in file.offset_keys()
             if not name.endswith(_DERIVED_SUFFIX)
         }
-        if "lm_head.weight" in self._file_of and config.tie_embeddings:
-            del self._file_of["lm_head.weight"]  # a copy of the embedding, which some exporters write
+        if "lm_head.weight" in self._stored and config.tie_embeddings:
+            del self._stored["lm_head.weight"]  # a copy of the embedding, which some exporters write
         self._layouts = {} if self._quantization is None else self._find_matrices(self._quantization)
-        slices = {name: file.get_slice(name) for name, file in self._file_of.items()}
-        plain = [name for name in slices if name not in self._stored_parts()]
+        slices = {name: stored.slice() for name, stored in self._stored.items()}
+        parts_of_matrices = self._stored_parts()
+        plain = [name for name in slices if name not in parts_of_matrices]
         shapes = {name: tuple(slices[name].get_shape()) for name in plain}
         kinds = {name: str(slices[name].get_dtype()) for name in plain}
         for name, (layout, parts) in self._layouts.items():
@@ -66,20 +85,20 @@ class SafetensorsWeights:
 
     def names(self) -> Sequence[str]:
         stored = self._stored_parts()
-        return sorted({*self._layouts, *(name for name in self._file_of if name not in stored)})
+        return sorted({*self._layouts, *(name for name in self._stored if name not in stored)})
 
     def tensor(self, name: str) -> torch.Tensor:
         matrix = self._quantized(name)
         if matrix is not None:
             return matrix.dequantized()
-        weight: torch.Tensor = self._file_of[name].get_tensor(name)
+        weight: torch.Tensor = self._stored[name].tensor()
         return weight.float() if weight.dtype == torch.float16 else weight
 
     def part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         matrix = self._quantized(name)
         if matrix is not None:
             return matrix.dequantized()[rows, columns]
-        stored = self._file_of[name].get_slice(name)
+        stored = self._stored[name].slice()
         weight: torch.Tensor = stored[rows] if len(stored.get_shape()) == 1 else stored[rows, columns]
         return weight.float() if weight.dtype == torch.float16 else weight
 
@@ -89,7 +108,7 @@ class SafetensorsWeights:
 
     def close(self) -> None:
         """Drops the mappings; tensors that somebody still holds keep theirs."""
-        self._file_of.clear()
+        self._stored.clear()
         self._layouts.clear()
         self._files.clear()
 
@@ -98,23 +117,23 @@ class SafetensorsWeights:
             return None
         layout, parts = self._layouts[name]
         try:
-            return layout.read(name, _Parts(self._file_of, parts), self._quantization)
+            return layout.read(name, _Parts(self._stored, parts), self._quantization)
         except (RuntimeError, IndexError, ValueError) as error:  # torch's, of shapes that contradict each other
             raise StartupError(f"{name}: its stored parts do not fit together ({error})", param="model") from error
 
     def _matrix_shape(self, name: str, layout: Layout, parts: Mapping[str, str]) -> tuple[int, ...]:
         try:
-            return layout.shape(_Parts(self._file_of, parts))
+            return layout.shape(_Parts(self._stored, parts))
         except (IndexError, ZeroDivisionError) as error:
             raise StartupError(f"{name}: its stored parts do not fit together ({error})", param="model") from error
 
     def _find_matrices(self, quantization: CheckpointQuantization) -> dict[str, tuple[Layout, dict[str, str]]]:
         """Name of the plain weight -> how it is stored, and the stored tensors by part. Takes unread scales out."""
         modules: dict[str, dict[str, str]] = {}
-        for name in list(self._file_of):
+        for name in list(self._stored):
             module, _, part = name.rpartition(".")
             if part in IGNORED_PARTS:
-                del self._file_of[name]
+                del self._stored[name]
             else:
                 modules.setdefault(module, {})[part] = name
         found: dict[str, tuple[Layout, dict[str, str]]] = {}
@@ -123,8 +142,8 @@ class SafetensorsWeights:
                 if layout.required <= parts.keys():
                     used = layout.required | layout.optional
                     found[f"{module}.weight"] = (layout, {part: parts[part] for part in used if part in parts})
-                    if "bias" in parts and not bool(self._file_of[parts["bias"]].get_tensor(parts["bias"]).any()):
-                        del self._file_of[parts["bias"]]  # zeros, which some exporters write for every module
+                    if "bias" in parts and not bool(self._stored[parts["bias"]].tensor().any()):
+                        del self._stored[parts["bias"]]  # zeros, which some exporters write for every module
         return found
 
     def _stored_parts(self) -> frozenset[str]:
@@ -136,10 +155,10 @@ class SafetensorsWeights:
         return self._stored_row(name, index)
 
     def _stored_row(self, name: str, index: int) -> bytes:
-        part = self._file_of[name].get_slice(name)
+        part = self._stored[name].slice()
         shape = part.get_shape()
         if not shape:
-            row: torch.Tensor = self._file_of[name].get_tensor(name).reshape(1)
+            row: torch.Tensor = self._stored[name].tensor().reshape(1)
         elif len(shape) > 1:
             row = part[index % shape[0] : index % shape[0] + 1]
         else:
@@ -150,20 +169,18 @@ class SafetensorsWeights:
 class _Parts(Mapping[str, torch.Tensor]):
     """The stored tensors of one matrix, each read when it is asked for."""
 
-    def __init__(self, file_of: Mapping[str, Any], stored: Mapping[str, str]) -> None:
-        self._file_of = file_of
+    def __init__(self, stored: Mapping[str, StoredTensor], name_of_part: Mapping[str, str]) -> None:
         self._stored = stored
+        self._name_of_part = name_of_part
 
     def __getitem__(self, part: str) -> torch.Tensor:
-        name = self._stored[part]
-        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
-        return tensor
+        return self._stored[self._name_of_part[part]].tensor()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
+        return iter(self._name_of_part)
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._name_of_part)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -77,6 +77,18 @@ def test_native_and_torch_agree_on_yarns_attention(tmp_path: Path) -> None:
     assert torch.allclose(own, expected, atol=1e-3)
 
 
+def test_a_mixture_of_experts_runs_in_torch_and_says_that_native_cannot(tmp_path: Path) -> None:
+    model_directory = save_safetensors(random_model("mixtral"), tmp_path / "model")
+    built = build_runner(settings(model_directory, dtype="float32"))
+    assert built.runner.backend == "torch"
+    assert built.fallback is not None
+    if native_library.is_available():
+        assert "is a mixture of experts" in built.fallback.reason
+    with pytest.raises(StartupError, match=r"mixture of experts|was not built"):
+        build_runner(settings(model_directory, backend="native"))
+    built.memory.close()
+
+
 def test_a_quantised_checkpoint_runs_as_its_values_and_as_its_own_blocks(tmp_path: Path) -> None:
     """AWQ's integers in float32 are the weights of the torch backend; natively they stay in 4 bits."""
     if not native_library.is_available():

@@ -17,7 +17,7 @@ from engine.model_loader import open_weights
 from engine.step import ModelRunner
 from engine.torch_runner import TorchRunner
 from tests.engine.steps import BlockDealer, greedy_tokens, make_step, prompt_logits
-from tests.engine.tiny_models import LAYERS, VARIANTS, VOCAB, random_model, save_gguf, save_safetensors
+from tests.engine.tiny_models import LAYERS, MIXTURES, VARIANTS, VOCAB, random_model, save_gguf, save_safetensors
 
 ATOL = 1e-3
 # Prompts of licence text and chat questions, with the tokens that transformers gives in float32.
@@ -47,7 +47,7 @@ def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("block_tokens", [1, 4, 16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *MIXTURES])
 def test_logits_equal_transformers_for_every_architecture(variant: str, block_tokens: int, tmp_path: Path) -> None:
     model = random_model(variant)
     runner, memory = load(save_safetensors(model, tmp_path), block_tokens=block_tokens, num_blocks=1024 // block_tokens)

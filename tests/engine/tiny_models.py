@@ -56,6 +56,31 @@ VARIANTS["yarn"] = (
         }
     },
 )
+# Kept apart: transformers holds a layer's experts as one tensor, files hold each by itself.
+MIXTURES: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 32},
+    ),
+    "qwen3_moe normalised": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "head_dim": 32,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 _GGUF_MODULES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -73,7 +98,7 @@ _GGUF_MODULES = {
 
 def random_model(variant: str, seed: int = 0, **overrides: Any) -> Any:
     """A transformers model with random weights, also in its norms and biases, in float32 and eval mode."""
-    config_type, model_type, extra = VARIANTS[variant]
+    config_type, model_type, extra = (VARIANTS | MIXTURES)[variant]
     torch.manual_seed(seed)
     model = model_type(config_type(**(_SIZES | extra | overrides))).eval()
     with torch.no_grad():

@@ -31,6 +31,7 @@ from triton.compiler import ASTSource
 
 from engine.kernels.triton import (
     fused_layers,
+    grouped_matmul,
     kv_cells,
     paged_attention,
     prefill_attention,
@@ -110,6 +111,12 @@ def kernel_specs(element: str = "bf16") -> Iterator[KernelSpec]:
             {"x": half, "packed": "*i32", "scales": half, "zeros": half, "output": half},
             is_decode=True,
         )
+    yield KernelSpec(
+        grouped_matmul._grouped_kernel,
+        grouped_matmul.grouped_config(),
+        {"x": half, "weights": half, "slots": "*i64", "experts": "*i32", "output": half},
+        is_decode=True,
+    )
     for is_int8 in (True, False):
         operand = "*i8" if is_int8 else "*fp8e4nv"
         yield KernelSpec(

@@ -18,6 +18,7 @@ from engine.kernels.linear import make_linear
 from engine.kernels.reference_attention import AttentionShape
 from engine.kernels.table import AttentionPlan, LinearMaker, OperationTable
 from engine.kernels.triton import fused_layers
+from engine.kernels.triton.grouped_matmul import make_grouped_experts
 from engine.kernels.triton.kv_cells import kv_write
 from engine.kernels.triton.paged_attention import MAX_QUERY_TOKENS, paged_attention
 from engine.kernels.triton.prefill_attention import prefill_attention
@@ -47,6 +48,7 @@ def triton_operations(quantization: str = "none") -> OperationTable:
         kv_write=kv_write,
         plan_attention=plan_attention,
         make_linear=LINEAR_MAKERS[quantization],
+        make_experts=make_grouped_experts,
     )
 
 

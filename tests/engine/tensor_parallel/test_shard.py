@@ -41,8 +41,9 @@ def test_parts_of_all_ranks_are_the_whole_checkpoint(kind: str, size: int, tmp_p
     whole.close()
 
 
-def test_rank_has_the_shapes_that_its_config_asks_for(tmp_path: Path) -> None:
-    whole = open_weights(save_safetensors(random_model("qwen3"), tmp_path / "model"))
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe", "mixtral"])
+def test_rank_has_the_shapes_that_its_config_asks_for(variant: str, tmp_path: Path) -> None:
+    whole = open_weights(save_safetensors(random_model(variant), tmp_path / "model"))
     part = ShardedWeights(whole, Shard(1, 2))
     asked = expected_shapes(replace(part.config, vocab_size=part.config.vocab_size // 2))
     assert {name: tuple(part.tensor(name).shape) for name in part.names()} == asked

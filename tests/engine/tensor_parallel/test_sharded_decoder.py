@@ -29,6 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases, own logits, odd vocabulary": ("qwen2", {"vocab_size": VOCAB + 1}),
     "norms of heads": ("qwen3", {}),
     "window": ("mistral", {}),
+    "experts": ("qwen3_moe", {}),
 }
 
 

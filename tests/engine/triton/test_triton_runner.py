@@ -27,7 +27,7 @@ from engine.step import StepInput
 from engine.torch_runner import TorchRunner
 from engine.triton_runner import triton_device, triton_runner
 from tests.engine.steps import BlockDealer, greedy_tokens, make_step, prompt_logits
-from tests.engine.tiny_models import VARIANTS, VOCAB, random_model, save_safetensors
+from tests.engine.tiny_models import MIXTURES, VARIANTS, VOCAB, random_model, save_safetensors
 
 ATOL = 1e-3
 
@@ -48,7 +48,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, count)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *MIXTURES])
 def test_logits_equal_the_reference_for_every_architecture(variant: str, tmp_path: Path) -> None:
     path = save_safetensors(random_model(variant), tmp_path)
     (reference, its_memory), (runner, memory) = load(path, is_triton=False), load(path, is_triton=True)
@@ -62,6 +62,12 @@ def test_logits_equal_the_reference_for_every_architecture(variant: str, tmp_pat
             for one, dealer, sequence in zip((reference, runner), dealers, sequences, strict=True)
         )
         assert torch.allclose(logits, expected, atol=ATOL), (chunk, (logits - expected).abs().max())
+
+
+def test_experts_are_not_quantised_in_silence(tmp_path: Path) -> None:
+    path = save_safetensors(random_model("mixtral"), tmp_path)
+    with pytest.raises(StartupError, match="mixture of experts, whose matrices stay in the model's dtype"):
+        load(path, is_triton=True, quantization="int4")
 
 
 def test_decode_verification_and_a_long_chunk_share_a_step(tmp_path: Path) -> None:

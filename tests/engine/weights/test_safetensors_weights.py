@@ -12,7 +12,7 @@ import torch
 from cluster.errors import StartupError
 from engine.model_config import RopeScaling
 from engine.model_loader import open_weights
-from tests.engine.tiny_models import VARIANTS, random_model, save_safetensors
+from tests.engine.tiny_models import MIXTURES, VARIANTS, random_model, save_safetensors
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -25,6 +25,25 @@ def test_directory_gives_back_the_models_own_tensors(variant: str, tmp_path: Pat
         assert torch.equal(weights.tensor(name), expected[name]), name
         assert weights.raw_blocks(name) is None
     assert len(weights.config.fingerprint) == 32
+    weights.close()
+
+
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_experts_have_one_name_each_whatever_the_file_calls_them(variant: str, tmp_path: Path) -> None:
+    model = random_model(variant)
+    weights = open_weights(save_safetensors(model, tmp_path))
+    mixture = weights.config.mixture
+    assert mixture is not None
+    parameters = dict(model.named_parameters())
+    for layer in range(weights.config.num_layers):
+        prefix = f"model.layers.{layer}.mlp"
+        assert torch.equal(weights.tensor(f"{prefix}.gate.weight"), parameters[f"{prefix}.gate.weight"])
+        for expert in range(mixture.num_experts):
+            gate, up, down = (
+                weights.tensor(f"{prefix}.experts.{expert}.{module}_proj.weight") for module in ("gate", "up", "down")
+            )
+            assert torch.equal(torch.cat([gate, up]), parameters[f"{prefix}.experts.gate_up_proj"][expert])
+            assert torch.equal(down, parameters[f"{prefix}.experts.down_proj"][expert])
     weights.close()
 
 
@@ -75,6 +94,9 @@ def test_end_tokens_of_generation_config_are_added(tmp_path: Path) -> None:
         ("llama", {"num_hidden_layers": "three"}, "num_hidden_layers is 'three'"),
         ("llama", {"num_hidden_layers": 2}, "has tensor 'model.layers.2"),
         ("llama", {"intermediate_size": 128}, "its config asks for"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        ("mixtral", {"num_local_experts": 5}, r"mlp.gate.weight is \[4, 64\], its config asks for \[5, 64\]"),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("qwen3", {"model_type": "qwen2", "attention_bias": True}, "lacks tensor model.layers.0.self_attn.q_proj.bias"),
     ],
