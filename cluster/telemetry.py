@@ -142,6 +142,23 @@ class WorkerMetrics:
         self._no_drafts = Counter(
             "tandem_spec_decode_no_draft", "decodes without drafts, and why", (*names, "reason"), registry=registry
         )
+        self._tier_totals = {
+            what: Counter(f"tandem_kv_tier_{what}", meaning, (*names, "tier"), registry=registry)
+            for what, meaning in (
+                ("hits", "KV blocks that a lower tier was asked for and gave"),
+                ("misses", "KV blocks that a lower tier was asked for and did not have any more"),
+                ("evictions", "KV blocks that a lower tier dropped to make room"),
+                ("corrupt", "KV blocks of a lower tier that did not verify"),
+                ("refused", "KV blocks that a lower tier did not take"),
+            )
+        }
+        self._tier_bytes = Gauge("tandem_kv_tier_bytes", "held now", (*names, "tier"), registry=registry)
+        self._tier_capacity = Gauge(
+            "tandem_kv_tier_capacity_bytes", "held at most", (*names, "tier"), registry=registry
+        )
+        self.tier_restores = counter("kv_tier_restores", "prefixes brought back into the pool")
+        self.tier_restore_time = counter("kv_tier_restore_seconds", "spent on bringing blocks back")
+        self.tier_lost_blocks = counter("kv_tier_lost_blocks", "evicted from the pool before a tier had a copy")
         self._bound = values
         self.transfer_time = histogram("kv_transfer_seconds", "first frame to verified", TRANSFER_BOUNDS_S)
         self.transfer_exposed_time = histogram(
@@ -154,6 +171,14 @@ class WorkerMetrics:
 
     def no_drafts(self, reason: str) -> Counter:
         return self._no_drafts.labels(*self._bound, reason)
+
+    def tier_total(self, tier: str, what: str) -> Counter:
+        """A running total of one of the lower tiers."""
+        return self._tier_totals[what].labels(*self._bound, tier)
+
+    def show_tier(self, tier: str, size_bytes: float, capacity_bytes: float) -> None:
+        self._tier_bytes.labels(*self._bound, tier).set(size_bytes)
+        self._tier_capacity.labels(*self._bound, tier).set(capacity_bytes)
 
     def show_links(self, peers: Iterable[worker_pb2.PeerStatus]) -> None:
         """The links that are up now, and no others."""

@@ -12,6 +12,8 @@ from tandem.v1 import worker_pb2
 
 from cluster.telemetry import WorkerMetrics
 
+TIERS = ("host", "disk")
+TIER_TOTAL = re.compile(r"kv_tier_(host|disk)_(hits|misses|evictions|corrupt|refused)")
 NO_DRAFT_PREFIX = "speculation_no_draft_"
 # One drafter's; those of all together have no drafter in their name, and are what these are made of.
 DRAFTS_AT = re.compile(r"speculation_(?P<drafter>[a-z]+)_(?P<outcome>proposed|accepted)_at_(?P<position>\d+)")
@@ -75,11 +77,22 @@ class WorkerCounters:
             if counter is not None:
                 counter.inc(total - self._shown_totals.get(name, 0.0))
                 self._shown_totals[name] = total
+        for tier in TIERS:
+            if (capacity_bytes := totals.get(f"kv_tier_{tier}_capacity_bytes")) is not None:
+                self.metrics.show_tier(tier, totals[f"kv_tier_{tier}_bytes"], capacity_bytes)
 
     def _engine_counter(self, name: str) -> PrometheusCounter | None:
         """The metric of one of the engine's totals; None for what has none."""
         if name == "preemptions":
             return self.metrics.preemptions
+        if by_tier := TIER_TOTAL.fullmatch(name):
+            return self.metrics.tier_total(*by_tier.groups())
+        if name.startswith("kv_tier_"):
+            return {
+                "kv_tier_restores": self.metrics.tier_restores,
+                "kv_tier_restore_seconds": self.metrics.tier_restore_time,
+                "kv_tier_evicted_lost_blocks": self.metrics.tier_lost_blocks,
+            }.get(name)
         if name == "speculation_steps":
             return self.metrics.drafts_verified
         if name.startswith(NO_DRAFT_PREFIX):

@@ -22,7 +22,13 @@ def status_tables(status: Status) -> Group:
     parts: list[RenderableType] = [_headline(status, workers), _workers(workers)]
     parts += [
         table
-        for table in (_kernels(workers), _speculation(workers), _fallbacks(status, workers), _links(workers))
+        for table in (
+            _kernels(workers),
+            _speculation(workers),
+            _tiers(workers),
+            _fallbacks(status, workers),
+            _links(workers),
+        )
         if table.row_count
     ]
     return Group(*parts)
@@ -154,6 +160,32 @@ def _no_draft(counters: Mapping[str, float]) -> Iterator[str]:
     for count, reason in sorted(reasons, reverse=True):
         if count:
             yield f"{reason.replace('_', ' ')} {count:.0f}"
+
+
+def _tiers(workers: list[Status]) -> Table:
+    """What lies below the pools, and how much came back from there instead of being computed."""
+    table = Table(title="KV tiers", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("worker", "tier", "GB", "of", "hits", "restored", "ms/block", "lost", "state"):
+        table.add_column(name, justify="left" if name in ("worker", "tier", "state") else "right")
+    for worker in workers:
+        counters = {name: float(value) for name, value in worker.get("counters", {}).items()}
+        for tier in ("host", "disk"):
+            capacity = counters.get(f"kv_tier_{tier}_capacity_bytes")
+            if capacity is None:
+                continue
+            hits, misses = counters[f"kv_tier_{tier}_hits"], counters[f"kv_tier_{tier}_misses"]
+            table.add_row(
+                str(worker["worker_id"]),
+                tier,
+                f"{counters[f'kv_tier_{tier}_bytes'] / 1e9:.2f}",
+                f"{capacity / 1e9:.2f}",
+                f"{hits / (hits + misses):.0%}" if hits + misses else "-",
+                f"{counters.get(f'kv_tier_restored_blocks_from_{tier}', 0.0):.0f}",
+                f"{counters.get(f'kv_tier_{tier}_ms_per_block', 0.0):.2f}",
+                f"{counters.get('kv_tier_evicted_lost_blocks', 0.0):.0f}" if tier == "host" else "",
+                str(worker.get("details", {}).get(f"kv_tier_{tier}_disabled", "ready")),
+            )
+    return table
 
 
 def _fallbacks(status: Status, workers: list[Status]) -> Table:

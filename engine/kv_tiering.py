@@ -87,7 +87,7 @@ class KvTiering:
         if sequence.has_asked_tiers or sequence.blocks or sequence.wants_prompt_logprobs:
             return False
         sequence.has_asked_tiers = True
-        restore = self.begin(sequence.chain, sequence.token_ids)
+        restore = self._begin(sequence.chain, sequence.token_ids)
         if restore is None:
             return False
         self._restores[sequence] = restore
@@ -109,22 +109,6 @@ class KvTiering:
         return min((restore.deadline_s for restore in self._restores.values()), default=None)
 
     # --- any thread ---------------------------------------------------------------------------------------------------
-
-    def begin(self, chain: PrefixChain, token_ids: TokenIds, compute_s: float | None = None) -> Restore | None:
-        """Sets out to fetch what only a lower tier has of a sequence's prefix, where that pays. `compute_s`: what it
-        takes to compute that part somewhere else than here."""
-        block_tokens = self._pool.block_tokens
-        most = (len(token_ids) - 1) // block_tokens
-        first = self._pool.count_cached_tokens(chain, token_ids) // block_tokens
-        if first >= most:
-            return None
-        tiers = self._store.find(chain.hash_chain.hashes[first:most])
-        if not tiers:
-            return None
-        if not self.costs.pays(tiers, compute_s):
-            self._num_declined += 1
-            return None
-        return self._restorer.begin(chain, token_ids, first + len(tiers))
 
     @property
     def restore_ms_per_block(self) -> float:
@@ -148,10 +132,26 @@ class KvTiering:
         }
         for tier, num_blocks in list(restorer.num_blocks_from.items()):
             counters[f"kv_tier_restored_blocks_from_{tier}"] = float(num_blocks)
+            counters[f"kv_tier_{tier}_ms_per_block"] = self.costs.block_s(tier) * 1000
         return counters | self._store.counters()
 
     def details(self) -> dict[str, str]:
         return self._store.details()
+
+    def _begin(self, chain: PrefixChain, token_ids: TokenIds) -> Restore | None:
+        """Sets out to fetch what only a lower tier has of a sequence's prefix, where that pays."""
+        block_tokens = self._pool.block_tokens
+        most = (len(token_ids) - 1) // block_tokens
+        first = self._pool.count_cached_tokens(chain, token_ids) // block_tokens
+        if first >= most:
+            return None
+        tiers = self._store.find(chain.hash_chain.hashes[first:most])
+        if not tiers:
+            return None
+        if not self.costs.pays(tiers):
+            self._num_declined += 1
+            return None
+        return self._restorer.begin(chain, token_ids, first + len(tiers))
 
     def _changed(self, came: Chunks[BlockHash], went: Chunks[BlockHash]) -> None:
         """From the store, on any thread."""

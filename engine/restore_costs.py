@@ -46,11 +46,9 @@ class RestoreCosts:
         """Of one fetch of a block from each of these tiers."""
         return FIXED_FETCH_S + sum(count * self.block_s(tier) for tier, count in Counter(tiers).items())
 
-    def pays(self, tiers: Sequence[str], compute_s: float | None = None) -> bool:
-        """Whether to fetch these blocks is faster than to compute them. `compute_s`: where somebody else would."""
-        if compute_s is None:
-            compute_s = len(tiers) * self._block_tokens * self.token_s
-        if self.fetch_s(tiers) < compute_s:
+    def pays(self, tiers: Sequence[str]) -> bool:
+        """Whether to fetch these blocks is faster than to compute them."""
+        if self.fetch_s(tiers) < len(tiers) * self._block_tokens * self.token_s:
             return True
         for tier in set(tiers):
             self._block_s[tier] = max(self._first_block_s / 10, self.block_s(tier) * FORGIVENESS)

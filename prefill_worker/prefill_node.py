@@ -250,6 +250,7 @@ class PrefillNode:
         record.host_id = self._identity.host_id
         record.load.CopyFrom(self.load_report())
         self._counters.show_load(record.load, self._parts.pool.census().conservation_error)
+        self._counters.show_engine(self._parts.engine.counters())
         self._counters.metrics.show_links(peer.status() for peer in self._service.connected.values())
         record.ready = not self.is_draining
         return record

@@ -3,10 +3,10 @@
     prefill  S_p = queue + 1.3 t_p(L - m, m) + 0.25 evicted + spread + restore
              m: tokens of the prompt believed cached there, with those that it can restore from a lower tier faster than
              compute them
-    decode   S_d = transfer + step + neighbours + pressure + full + restore
-    local    S_l = S_d - transfer + 1.3 t_p(L - m_d, m_d) + streams + queue; streams: a step for each part of the prompt
-             where the worker takes prompts in parts that keep its streams in time, else t_p for each that it stalls;
-             an aggregated worker's S_d has all of it
+    decode   S_d = transfer + step + neighbours + pressure + full
+    local    S_l = S_d - transfer + 1.3 t_p(L - m_d, m_d) + streams + queue + restore; streams: a step for each part of
+             the prompt where the worker takes prompts in parts that keep its streams in time, else t_p for each that it
+             stalls; an aggregated worker's S_d has all of it
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
 wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
@@ -17,13 +17,12 @@ decode worker prefills by itself only where that wins by more than a near tie: w
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
 from cluster.errors import NoWorkersAvailable
-from cluster.identity import WorkerId
 from router.hot_prefixes import HotPrefixes
 from router.load_policies import FULL_POOL, MAX_PREFILL_CHOICES, full_pool_ms, left_of_booked_ms
 from router.placement import (
@@ -104,11 +103,10 @@ class CacheAware:
 
     def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
         able_decodes = eligible_decode(request, snapshot)
-        restores_ms: dict[WorkerId, float] = {}
         if request.restorable_tokens:
-            request, restores_ms = self._with_restores(request, [*snapshot.prefill, *able_decodes])
-        decodes = self._score_decodes(request, able_decodes, restores_ms, now_s)
-        prefills = self._score_prefills(request, snapshot, restores_ms, now_s)
+            request = self._with_restores(request, [*snapshot.prefill, *able_decodes])
+        decodes = self._score_decodes(request, able_decodes, now_s)
+        prefills = self._score_prefills(request, snapshot, now_s)
         # A copy of a hot prefix is made by whoever of those without it is best.
         able = prefills or [scored for scored in decodes if scored.worker.role is Role.AGGREGATED]
         copying = self._without_hot_prefix(request, able, now_s)
@@ -132,7 +130,7 @@ class CacheAware:
             decode=pair.decode.worker,
             prefill=chosen,
             expected_cached_tokens=cached,
-            expected_prefill_ms=prefill_ms + restores_ms.get(computing.worker_id, 0.0),
+            expected_prefill_ms=prefill_ms + _restore_ms(request, computing),
             candidates=(
                 *(scored.explained(PREFILL_TERMS) for scored in _shown(prefills, pair.prefill)),
                 *(scored.explained(DECODE_TERMS) for scored in _shown(decodes, pair.decode)),
@@ -143,12 +141,10 @@ class CacheAware:
 
     # --- scores -------------------------------------------------------------------------------------------------------
 
-    def _with_restores(
-        self, request: RequestView, workers: Sequence[WorkerState]
-    ) -> tuple[RequestView, dict[WorkerId, float]]:
-        """The request as if its restorable tokens were cached where restoring them is faster than computing them, and
-        how long that takes there."""
-        cached_tokens, restores_ms = dict(request.cached_tokens), {}
+    def _with_restores(self, request: RequestView, workers: Sequence[WorkerState]) -> RequestView:
+        """The request as if its restorable tokens were cached, where restoring is faster than computing; those stay
+        restorable, and no others."""
+        cached_tokens, restorable_tokens = dict(request.cached_tokens), {}
         for worker in workers:
             restorable = request.restorable_tokens.get(worker.worker_id, 0)
             if not restorable:
@@ -157,15 +153,12 @@ class CacheAware:
             uncached = request.num_prompt_tokens - cached
             saved_ms = self._prefill_ms(uncached, cached)
             saved_ms -= self._prefill_ms(uncached - restorable, cached + restorable)
-            restore_ms = restorable * worker.restore_ms_per_token
-            if restore_ms < saved_ms:
+            if restorable * worker.restore_ms_per_token < saved_ms:
                 cached_tokens[worker.worker_id] = cached + restorable
-                restores_ms[worker.worker_id] = restore_ms
-        return replace(request, cached_tokens=cached_tokens), restores_ms
+                restorable_tokens[worker.worker_id] = restorable
+        return replace(request, cached_tokens=cached_tokens, restorable_tokens=restorable_tokens)
 
-    def _score_prefills(
-        self, request: RequestView, snapshot: ClusterSnapshot, restores_ms: Mapping[WorkerId, float], now_s: float
-    ) -> list[_Scored]:
+    def _score_prefills(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> list[_Scored]:
         """The best first."""
         workers = snapshot.prefill
         if request.excluded:
@@ -192,20 +185,14 @@ class CacheAware:
             over = recent[index] - mean_recent if is_cold else 0.0
             spread_ms = SPREAD_WEIGHT * c1 * over if over > 0 else 0.0
             work_ms = WORK_WEIGHT * compute_ms
-            restore_ms = restores_ms.get(worker.worker_id, 0.0) if restores_ms else 0.0
+            restore_ms = _restore_ms(request, worker) if request.restorable_tokens else 0.0
             total_ms = queue_ms + compute_ms + work_ms + evict_ms + spread_ms + restore_ms
             terms = (queue_ms, compute_ms, work_ms, evict_ms, spread_ms, restore_ms)
             scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
         scored.sort()
         return scored
 
-    def _score_decodes(
-        self,
-        request: RequestView,
-        workers: Sequence[WorkerState],
-        restores_ms: Mapping[WorkerId, float],
-        now_s: float,
-    ) -> list[_Scored]:
+    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState], now_s: float) -> list[_Scored]:
         """The best first."""
         num_tokens, cached_tokens, settings = request.num_prompt_tokens, request.cached_tokens, self._settings
         alpha, beta, gamma = self._timing.decode_coefficients
@@ -217,12 +204,15 @@ class CacheAware:
             kv_tokens = max(worker.reported_context_tokens, worker.booked_kv_tokens)
             step_ms = alpha + beta * (running + 1) + gamma * (kv_tokens + num_tokens)
             neighbours_ms = slower_ms * running
-            transfer_ms = queue_ms = prefill_ms = 0.0
+            transfer_ms = queue_ms = prefill_ms = restore_ms = 0.0
             missing = num_tokens - cached_tokens.get(worker.worker_id, 0)
             if worker.role is Role.AGGREGATED:
                 queue_ms = self._own_queue_ms(worker, step_ms, now_s)
                 prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker, step_ms)
+                restore_ms = _restore_ms(request, worker) if request.restorable_tokens else 0.0
             else:
+                # What is on its way from a prefill worker need not come from below, too.
+                missing += request.restorable_tokens.get(worker.worker_id, 0) if request.restorable_tokens else 0
                 kind = (missing, worker.kv_bytes_per_token, worker.num_layers)
                 known_ms = transfers_ms.get(kind)
                 if known_ms is None:
@@ -231,7 +221,6 @@ class CacheAware:
             late_ms = step_ms - settings.itl_slo_ms
             pressure_ms = settings.pressure_weight * late_ms if late_ms > 0 else 0.0
             full_ms = full_pool_ms(worker)
-            restore_ms = restores_ms.get(worker.worker_id, 0.0) if restores_ms else 0.0
             terms = (step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms, queue_ms, prefill_ms, restore_ms)
             total_ms = sum(terms)
             scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
@@ -254,7 +243,7 @@ class CacheAware:
         cached = request.cached_tokens.get(worker.worker_id, 0)
         step_ms = decode.terms_ms[DECODE_TERMS.index("step")]
         own_ms = self._own_prefill_ms(request.num_prompt_tokens - cached, cached, worker, step_ms)
-        own_ms += self._own_queue_ms(worker, step_ms, now_s)
+        own_ms += self._own_queue_ms(worker, step_ms, now_s) + _restore_ms(request, worker)
         return own_ms + decode.total_ms - decode.terms_ms[DECODE_TERMS.index("transfer")]
 
     def _own_prefill_ms(self, num_uncached: int, num_cached: int, worker: WorkerState, step_ms: float) -> float:
@@ -334,6 +323,11 @@ def _reason(pair: _Pair, *, is_wanted_local: bool, is_copying: bool) -> str:
     if is_copying:
         return "a copy of a hot prefix"
     return "near tie: the less busy, then the one chosen least recently" if pair.is_tied else "lowest predicted time"
+
+
+def _restore_ms(request: RequestView, worker: WorkerState) -> float:
+    """What of the prompt comes from below on this worker, when it computes the rest."""
+    return request.restorable_tokens.get(worker.worker_id, 0) * worker.restore_ms_per_token
 
 
 def _steps_between(num_tokens: int, worker: WorkerState) -> float:

@@ -85,3 +85,24 @@ def test_an_engines_totals_become_counters_once() -> None:
         f'{per_position}{{drafter="ngram",model="m",outcome="accepted",position="2",worker_id="decode-0"}} 2.0' in text
     )
     assert 'tandem_spec_decode_no_draft_total{model="m",reason="no_match",worker_id="decode-0"} 6.0' in text
+
+
+def test_lower_tiers_have_their_totals_by_tier_and_gauges_of_what_they_hold() -> None:
+    registry = new_registry()
+    counters = WorkerCounters(WorkerMetrics(registry, "m", "prefill-0"))
+    for hits in (3.0, 5.0):
+        counters.show_engine(
+            {
+                "kv_tier_host_hits": hits,
+                "kv_tier_host_bytes": 7.0,
+                "kv_tier_host_capacity_bytes": 100.0,
+                "kv_tier_restores": 1.0,
+                "kv_tier_unsaved_blocks": 2.0,
+            }
+        )
+    text = exposition(registry).decode()
+    assert 'tandem_kv_tier_hits_total{model="m",tier="host",worker_id="prefill-0"} 5.0' in text
+    assert 'tandem_kv_tier_bytes{model="m",tier="host",worker_id="prefill-0"} 7.0' in text
+    assert 'tandem_kv_tier_restores_total{model="m",worker_id="prefill-0"} 1.0' in text
+    assert "unsaved" not in text
+    assert 'tier="disk"' not in text

@@ -135,3 +135,24 @@ def test_speculation_shows_acceptance_by_position_and_why_there_was_no_draft() -
     for part in ("1.75", "0.50 0.50 ", "does not pay 12, no match 7", "eagle", "1.30", "0.30"):
         assert part in text
     assert "speculation" not in printed(STATUS)
+
+
+def test_tiers_show_what_they_hold_what_came_back_and_why_one_does_not_work() -> None:
+    counters = {
+        "kv_tier_host_bytes": 1.5e9,
+        "kv_tier_host_capacity_bytes": 4e9,
+        "kv_tier_host_hits": 30,
+        "kv_tier_host_misses": 10,
+        "kv_tier_restored_blocks_from_host": 30,
+        "kv_tier_host_ms_per_block": 0.25,
+        "kv_tier_evicted_lost_blocks": 7,
+        "kv_tier_disk_bytes": 0,
+        "kv_tier_disk_capacity_bytes": 1e10,
+        "kv_tier_disk_hits": 0,
+        "kv_tier_disk_misses": 0,
+    }
+    details = {"kv_tier_disk_disabled": "/kv: No space left on device"}
+    text = printed({"model": "m", "workers": [{**WORKER, "counters": counters, "details": details}]})
+    for part in ("KV tiers", "1.50", "4.00", "75%", "30", "0.25", "7", "ready", "No space left on device"):
+        assert part in text
+    assert "KV tiers" not in printed(STATUS)

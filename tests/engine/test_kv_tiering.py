@@ -79,7 +79,7 @@ def bench_with(store: Store, *, always_pays: bool = True, **options: object) -> 
     with EngineBench(block_tokens=BLOCK_TOKENS, store=store, **options) as bench:  # type: ignore[arg-type]
         assert bench.tiering is not None
         if always_pays:
-            bench.tiering.costs.pays = lambda tiers, compute_s=None: True  # type: ignore[method-assign]
+            bench.tiering.costs.pays = lambda tiers: True  # type: ignore[method-assign]
         try:
             yield bench
         finally:

@@ -10,7 +10,7 @@ from tandem.v1 import membership_pb2
 from cluster.block_hash import HashScope, hash_blocks
 from cluster.identity import BlockHash, WorkerId
 from router.cache_view import RESYNC_AFTER_REQUESTS, SILENT_AFTER_S, UNSEEN_HITS_ALERT, CacheView, prompt_hashes
-from router.placement import ClusterSnapshot, RequestView
+from router.placement import ClusterSnapshot, Placement, RequestView
 from router.policies import choose_policy
 from router.prefix_index import PrefixIndex
 from router.worker_state import Role
@@ -362,3 +362,19 @@ def test_a_restore_is_dearer_than_a_hit_and_cheaper_than_computing() -> None:
         request, ClusterSnapshot(workers[1:], [decode], False), 0.0
     )
     assert placement.expected_cached_tokens == 0, "to compute is faster"
+
+
+def test_a_decode_worker_that_can_restore_most_of_a_prompt_computes_the_rest_itself() -> None:
+    prefill, decode = simulated_worker("prefill-0", Role.PREFILL), simulated_worker("decode-0", Role.DECODE)
+    snapshot = ClusterSnapshot([prefill], [decode])
+    policy = choose_policy("cache_aware", 1).policy
+
+    def place(restore_ms_per_token: float) -> Placement:
+        decode.restore_ms_per_token = restore_ms_per_token
+        restorable = {decode.worker_id: 1024}
+        return policy.place(RequestView(1040, 16, restorable_tokens=restorable), snapshot, 0.0)
+
+    assert place(0.002).is_local
+    assert not place(1.0).is_local
+    remote = place(1.0).candidates[-1].terms_ms
+    assert remote["transfer"] == policy.place(RequestView(1040, 16), snapshot, 0.0).candidates[-1].terms_ms["transfer"]
