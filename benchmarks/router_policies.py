@@ -2,6 +2,7 @@
 
     python -m benchmarks.router_policies                      documents and chats on 4 prefill + 4 decode workers
     python -m benchmarks.router_policies --workload system    one shared system prompt on 8 + 4
+    python -m benchmarks.router_policies --prefill 32 --decode 32 --workload documents --policy cache_aware --rate 20
 
 Time to first token, cache hits, spread over the prefill workers (the busiest one's requests over the mean), least share
 of one, prompts that a decode worker computed itself, and for chats how many turns stayed with the worker of the turn
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+
+import psutil
 
 from benchmarks.cluster_under_test import started_cluster
 from benchmarks.openai_client import Endpoint
@@ -42,10 +46,9 @@ def plan(workload: str, words: list[str], rate_per_s: float, scale: float) -> li
     return shared_system_prompt(words, traffic, num_requests=int(360 * scale), system_tokens=2000, own_tokens=200)
 
 
-def row(policy: str, workload: str, run: RoutedRun, planned: list[PlannedRequest]) -> str:
+def row(policy: str, workload: str, num_workers: int, run: RoutedRun, planned: list[PlannedRequest]) -> str:
     counts = run.requests_by_worker()
     prefills = Counter({worker: count for worker, count in counts.items() if worker.startswith("prefill")})
-    num_workers = NUM_PREFILL[workload]
     least = min(prefills.values(), default=0) / max(1, prefills.total()) if len(prefills) == num_workers else 0.0
     stayed = f"{run.share_that_stayed(planned):.0%}" if workload == "chats" else "-"
     local = sum(count for worker, count in counts.items() if worker.startswith("decode"))
@@ -56,12 +59,23 @@ def row(policy: str, workload: str, run: RoutedRun, planned: list[PlannedRequest
     )
 
 
+def fleet_cost() -> str:
+    """What the processes of a cluster that has just become ready have taken: memory that is theirs, and CPU time."""
+    processes = psutil.Process().children(recursive=True)
+    workers = [process for process in processes if any("_worker" in part for part in process.cmdline())]
+    pss_mib = sum(process.memory_full_info().pss for process in workers) / 2**20
+    cpu_s = sum(sum(process.cpu_times()[:2]) for process in workers)
+    return f"{len(workers)} workers ready: {pss_mib:,.0f} MiB and {cpu_s:.0f} s of CPU time in all"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated; default: all")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="may be repeated; default: all")
     parser.add_argument("--rate", type=float, default=9.0, help="requests a second")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of requests")
+    parser.add_argument("--prefill", type=int, help="workers; default: 8 for the system prompt, else 4")
+    parser.add_argument("--decode", type=int, default=4, help="workers")
     arguments = parser.parse_args()
     model = resolve_model(DEFAULT_MODEL)
     words = single_token_words(load_tokenizer(model))
@@ -70,13 +84,15 @@ def main() -> None:
     for workload in arguments.workload or WORKLOADS:
         planned = plan(workload, words, arguments.rate, arguments.scale)
         for policy in arguments.policy or POLICIES:
-            flags = ["--engine", "mock", "--prefill", str(NUM_PREFILL[workload]), "--decode", "4", "--policy", policy]
+            num_prefill = arguments.prefill or NUM_PREFILL[workload]
+            pools = ["--prefill", str(num_prefill), "--decode", str(arguments.decode)]
             with (
                 tempfile.TemporaryDirectory(prefix="tdm-") as directory,
-                started_cluster(flags, Path(directory) / "serve.log") as url,
+                started_cluster(["--engine", "mock", *pools, "--policy", policy], Path(directory) / "serve.log") as url,
             ):
+                print(f"<!-- {fleet_cost()} -->", file=sys.stderr)
                 run = asyncio.run(run_workload(Endpoint(url, served_name(model)), planned))
-            print(row(policy, workload, run, planned), flush=True)
+            print(row(policy, workload, num_prefill, run, planned), flush=True)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def prefill_queue_ms(worker: WorkerState, timing: TimingModel, now_s: float) -> 
     age_s = now_s - worker.load_at_s
     if age_s > REPORT_FRESH_S:
         return booked_ms
-    reported_ms = max(worker.load.queue_ms, waiting_ms(worker.load.waiting_tokens, timing)) - age_s * 1000
+    reported_ms = max(worker.reported_queue_ms, waiting_ms(worker.load.waiting_tokens, timing)) - age_s * 1000
     return max(booked_ms, reported_ms)
 
 

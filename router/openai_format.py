@@ -51,8 +51,10 @@ class OpenAiWriter:
         created = int(unix_time())
         self._fixed = {"id": answer.request_id, "object": "", "created": created, "model": model}
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        head = json.dumps({**self._fixed, "object": kind}, separators=(",", ":"))
-        self._head = f"data: {head[:-1]},"
+        # Written by hand like the chunks: an encoder with separators of its own is made anew for each call.
+        self._head = (
+            f'data: {{"id":{quoted(answer.request_id)},"object":"{kind}","created":{created},"model":{quoted(model)},'
+        )
         # OpenAI: with include_usage every chunk but the last says `null`.
         self._tail = ',"usage":null}\n\n' if request.includes_usage else "}\n\n"
 
@@ -62,15 +64,12 @@ class OpenAiWriter:
 
     def last_events(self) -> bytes:
         """After the last update: usage and timeline when asked for, and `[DONE]`."""
-        end: dict[str, Any] = {}
+        end = ""
         if self._request.includes_usage:
-            end["usage"] = usage_json(self._answer.usage)
+            end += f',"usage":{usage_text(self._answer.usage)}'
         if self._request.wants_timeline:
-            end["tandem"] = {"timeline": timeline_json(self._answer)}
-        if not end:
-            return DONE
-        body = json.dumps({"choices": [], **end}, separators=(",", ":"))
-        return f"{self._head}{body[1:]}\n\n".encode() + DONE
+            end += f',"tandem":{json.dumps({"timeline": timeline_json(self._answer)})}'
+        return f'{self._head}"choices":[]{end}}}\n\n'.encode() + DONE if end else DONE
 
     def whole(self, updates: Sequence[ChoiceUpdate]) -> bytes:
         """The answer as one JSON object, from all of its updates in order."""
@@ -107,7 +106,7 @@ class OpenAiWriter:
         logprobs = json.dumps(self._chunk_logprobs(update, is_first)) if self._has_logprobs else "null"
         tail = self._tail
         if self._request.has_continuous_usage:
-            tail = f',"usage":{json.dumps(usage_json(self._answer.usage), separators=(",", ":"))}}}\n\n'
+            tail = f',"usage":{usage_text(self._answer.usage)}}}\n\n'
         if tool_delta is not None:
             content = f'"delta":{delta_json(tool_delta, with_role=is_first)}'
         elif self._is_chat:
@@ -182,6 +181,14 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.total_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def usage_text(usage: Usage) -> str:
+    """The same for a chunk."""
+    return (
+        f'{{"prompt_tokens":{usage.prompt_tokens},"completion_tokens":{usage.completion_tokens},'
+        f'"total_tokens":{usage.total_tokens},"prompt_tokens_details":{{"cached_tokens":{usage.cached_tokens}}}}}'
+    )
 
 
 def timeline_json(answer: Answer) -> dict[str, Any]:
