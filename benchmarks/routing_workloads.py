@@ -64,14 +64,17 @@ def shared_system_prompt(
 def chats(
     words: Sequence[str], traffic: Traffic, *, num_chats: int, num_turns: int, first_tokens: int, turn_tokens: int
 ) -> list[PlannedRequest]:
-    """Turns of all chats in rounds. Answers are made up here: they are what the next turn begins with."""
+    """Turns of all chats in rounds, each in an order of its own. Answers are made up here: they are what the next turn
+    begins with. In one order for all rounds, taking workers in turn would lead every chat back to its own worker.
+    """
     chance = random.Random(traffic.seed)
     histories: list[tuple[ChatMessage, ...]] = [
         (ChatMessage("user", _text(chance, words, first_tokens)),) for _ in range(num_chats)
     ]
     turns = []
     for turn in range(num_turns):
-        for number, history in enumerate(histories):
+        for number in chance.sample(range(num_chats), num_chats):
+            history = histories[number]
             turns.append((number, turn, history))
             answer = ChatMessage("assistant", _text(chance, words, turn_tokens))
             histories[number] = (*history, answer, ChatMessage("user", _text(chance, words, turn_tokens)))
