@@ -17,12 +17,13 @@ DRAFTER_STEPS = re.compile(r"speculation_([a-z]+)_steps")
 
 
 def status_tables(status: Status) -> Group:
-    """Pools with load and block conservation, then kernels, drafts, second choices that were taken, and KV links."""
+    """Pools with load and block conservation; ranks, kernels, drafts, second choices that were taken, and KV links."""
     workers = sorted(status.get("workers", ()), key=_place)
     parts: list[RenderableType] = [_headline(status, workers), _workers(workers)]
     parts += [
         table
         for table in (
+            _ranks(workers),
             _kernels(workers),
             _speculation(workers),
             _tiers(workers),
@@ -101,6 +102,18 @@ def _state(worker: Status) -> Text:
 def _usage(load: Status) -> str:
     total, free = int(load.get("total_blocks", 0)), int(load.get("free_blocks", 0))
     return f"{(total - free) / total:.0%} of {total}" if total else "-"
+
+
+def _ranks(workers: list[Status]) -> Table:
+    """Workers whose model is shared by several processes."""
+    table = Table(title="tensor parallel", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in ("worker", "ranks", "processes"):
+        table.add_column(name)
+    for worker in workers:
+        details = worker.get("details", {})
+        if "tensor_parallel" in details:
+            table.add_row(str(worker["worker_id"]), str(details["tensor_parallel"]), str(details["rank_pids"]))
+    return table
 
 
 def _kernels(workers: list[Status]) -> Table:

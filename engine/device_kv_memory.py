@@ -22,7 +22,7 @@ from cluster.kv_layout import KvLayout
 from engine.dtype import POOL_DTYPES
 from engine.interpreter_turn import interpreter_turn
 from engine.kernels.fp8_kv import split_pool
-from engine.kv_memory import POISON_BYTE, CellWrite, KvMemory, pool_shape
+from engine.kv_memory import POISON_BYTE, CellWrite, KvMemory, SizedPool, pool_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class DeviceKvMemory(KvMemory):
         """A copy of the cells as one run, to read. Raises `IndexError` outside the pool."""
         from engine.kernels.triton.kv_cells import gather_cells  # not at the top: it needs triton
 
-        self._check(blocks, first_layer, num_layers)
+        check_cells(self, blocks, first_layer, num_layers)
         with interpreter_turn():
             gathered = gather_cells(self.tensor, self._indices(blocks), first_layer, num_layers)
         host = self._host_buffer(len(blocks), num_layers)
@@ -86,7 +86,7 @@ class DeviceKvMemory(KvMemory):
 
     def begin_write(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> StagedWrite:
         """Host memory for the cells; `finish` brings them into the pool. Raises `IndexError` outside the pool."""
-        self._check(blocks, first_layer, num_layers)
+        check_cells(self, blocks, first_layer, num_layers)
         host = self._host_buffer(len(blocks), num_layers)
         return StagedWrite([_bytes_of(host)], self, blocks, first_layer, host)
 
@@ -133,14 +133,6 @@ class DeviceKvMemory(KvMemory):
         """Gives the memory back to torch (idempotent)."""
         self.tensor = self.tensor.new_empty(0)
 
-    def _check(self, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
-        are_blocks = all(0 <= block < self.num_blocks for block in blocks)
-        if not (are_blocks and 0 <= first_layer <= first_layer + num_layers <= self.layout.num_layers):
-            raise IndexError(
-                f"blocks {list(blocks)}, layers {first_layer} to {first_layer + num_layers}: the pool has "
-                f"{self.num_blocks} blocks of {self.layout.num_layers} layers"
-            )
-
     def _indices(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(blocks), dtype=torch.int32, device=self.tensor.device)
 
@@ -149,6 +141,16 @@ class DeviceKvMemory(KvMemory):
         elements = num_layers * self.layout.cell_bytes // self.layout.element_bytes
         is_gpu = self.tensor.device.type == "cuda"
         return torch.empty((num_blocks, elements), dtype=self.tensor.dtype, pin_memory=is_gpu)
+
+
+def check_cells(pool: SizedPool, blocks: Sequence[int], first_layer: int, num_layers: int) -> None:
+    """Raises `IndexError` outside the pool."""
+    are_blocks = all(0 <= block < pool.num_blocks for block in blocks)
+    if not (are_blocks and 0 <= first_layer <= first_layer + num_layers <= pool.layout.num_layers):
+        raise IndexError(
+            f"blocks {list(blocks)}, layers {first_layer} to {first_layer + num_layers}: the pool has "
+            f"{pool.num_blocks} blocks of {pool.layout.num_layers} layers"
+        )
 
 
 def _bytes_of(host: torch.Tensor) -> memoryview:

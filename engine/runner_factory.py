@@ -25,10 +25,13 @@ from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
 from engine.model_loader import open_weights, refuse_pickle
 from engine.step import ModelRunner
-from engine.tensor_parallel.rank_runner import RunnerChoice
+from engine.tensor_parallel.pool_heads import layout_of_heads
+from engine.tensor_parallel.rank_runner import RunnerChoice, rank_device
+from engine.tensor_parallel.shard import Shard, check_divides
+from engine.tensor_parallel.sharded_kv_memory import ShardedKvMemory
 from engine.tensor_parallel.sharded_runner import ShardedRunner, open_sharded_runner
 from engine.torch_runner import TorchRunner
-from engine.triton_runner import triton_device, triton_runner
+from engine.triton_runner import triton_runner
 from engine.weights.weight_source import WeightFile
 
 MAX_DEFAULT_KV_BYTES = 2**30
@@ -79,6 +82,7 @@ def build_runner(settings: WorkerSettings, *, shareable_pool: bool = False) -> B
     torch.set_num_threads(settings.num_threads)
     weights = open_weights(resolve_model(settings.model))
     try:
+        check_divides(weights.config, settings.tensor_parallel)
         max_model_len = model_length(settings, weights.config)
         device = _device(settings)
         dtype = resolve_dtype(settings.dtype, device, cpu_features())
@@ -107,17 +111,26 @@ def _device(settings: WorkerSettings) -> torch.device:
             "memory: use shm, tcp or ucx",
             param="transports",
         )
-    return triton_device(settings.quantization, settings.kv_dtype)
+    return rank_device(settings.backend, settings.quantization, settings.kv_dtype, Shard(0, settings.tensor_parallel))
 
 
 def _open_memory(settings: WorkerSettings, layout: KvLayout, device: torch.device, *, shareable: bool) -> KvMemory:
     if settings.backend != "triton":
         return KvMemory(layout, num_blocks(settings, layout, free_memory_bytes()), shareable=shareable)
+    heads = Shard(0, settings.tensor_parallel).kv_heads(layout.num_kv_heads)
+    own_layout = layout_of_heads(layout, heads)
+    own = DeviceKvMemory(own_layout, _num_device_blocks(settings, layout, own_layout, device), device)
+    return own if settings.tensor_parallel == 1 else ShardedKvMemory(layout, own, heads)
+
+
+def _num_device_blocks(settings: WorkerSettings, layout: KvLayout, own_layout: KvLayout, device: torch.device) -> int:
+    """What a user gives is the whole pool's size; by default each device gives a share of what it has."""
     if device.type != "cuda":  # the interpreter: the GPU's path, on the host's memory
-        return DeviceKvMemory(layout, num_blocks(settings, layout, free_memory_bytes()), device)
+        return num_blocks(settings, layout, free_memory_bytes())
     free_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_KV_SHARE)
-    sized = settings.model_copy(update={"kv_cache_bytes": settings.kv_cache_bytes or free_bytes})
-    return DeviceKvMemory(layout, num_blocks(sized, layout, free_bytes), device)
+    if settings.kv_cache_bytes:
+        return num_blocks(settings, layout, free_bytes)
+    return num_blocks(settings.model_copy(update={"kv_cache_bytes": free_bytes}), own_layout, free_bytes)
 
 
 def num_blocks(settings: WorkerSettings, layout: KvLayout, free_bytes: int) -> int:
@@ -190,17 +203,13 @@ def _sharded_runner(
             "backend native computes in one process: set num_threads instead of tensor_parallel, or backend torch",
             param="tensor_parallel",
         )
-    if settings.backend == "triton":
-        raise StartupError(
-            "backend triton runs on one GPU: a pool over several GPUs' memories is not there yet, leave "
-            "tensor_parallel at 1",
-            param="tensor_parallel",
-        )
-    _refuse_quantization(settings)
+    backend = "triton" if settings.backend == "triton" else "torch"
+    if backend == "torch":
+        _refuse_quantization(settings)
     runner = open_sharded_runner(
-        settings, weights, memory, RunnerChoice("torch", settings.quantization, dtype, max_model_len)
+        settings, weights, memory, RunnerChoice(backend, settings.quantization, dtype, max_model_len)
     )
-    if settings.backend == "torch":
+    if settings.backend == backend:
         return runner, None
     return runner, Fallback("backend", wanted="native", used="torch", reason="native does not shard a model")
 

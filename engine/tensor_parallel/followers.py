@@ -1,6 +1,7 @@
 """Rank 0's side of its followers: starts them, sends them steps, notices when one is gone, ends them.
 
     rank 0 ──control socket──> follower 1, 2, ...     steps, and "end" by closing it
+           ──cells socket────>                        a device's KV (`engine.tensor_parallel.rank_cells`)
            <──exit status────                         a thread each waits for it: whatever the engine does meanwhile
 
 A worker is all of its ranks: when one is lost no step can be computed any more, and a step under way waits for a sum
@@ -56,10 +57,13 @@ def end_process(reason: str) -> NoReturn:
 class Follower:
     """One follower process with its control socket."""
 
-    def __init__(self, settings: FollowerSettings, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        self.rank = settings.rank
-        self.control = control
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], control: socket.socket, cells: socket.socket
+    ) -> None:
+        self.rank = rank
         self.process = process
+        self.control = control
+        self.cells = cells  # where it serves cells of its pool, if they are not in one that all ranks map
 
     def expect(self, expected: bytes, timeout_s: float) -> None:
         """Waits for its next message. Raises `StartupError` with what it says instead."""
@@ -92,7 +96,7 @@ class Followers:
     def __init__(self, settings: Sequence[FollowerSettings], private_folder: Path, on_lost: OnLost) -> None:
         """Starts them from the calling thread, with which they die, and returns when all of them are about to connect.
 
-        Their `control_fd` and `rendezvous` are filled in here. `on_lost` may be called from any thread, once.
+        Their descriptors and `rendezvous` are filled in here. `on_lost` may be called from any thread, once.
         Raises `StartupError`.
         """
         self._on_lost = on_lost
@@ -115,6 +119,11 @@ class Followers:
     @property
     def pids(self) -> list[int]:
         return [follower.process.pid for follower in self._followers]
+
+    @property
+    def cells(self) -> list[socket.socket]:
+        """Where they serve cells, in order of rank: closed with them."""
+        return [follower.cells for follower in self._followers]
 
     def wait_until_ready(self) -> None:
         """Until they have loaded their parts; from then on a lost one is told. Raises `StartupError`, after `close`."""
@@ -148,6 +157,7 @@ class Followers:
         self._is_over.acquire(blocking=False)
         for follower in self._followers:
             follower.control.close()
+            follower.cells.close()
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         for follower in self._followers:
             try:
@@ -171,20 +181,24 @@ class Followers:
 
 def _start(settings: FollowerSettings) -> Follower:
     """Raises `StartupError` when there is no process to be had."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        settings = settings.model_copy(update={"control_fd": theirs.fileno()})
+    control, their_control = socket.socketpair()
+    cells, their_cells = socket.socketpair()
+    with their_control, their_cells:
+        fds = {"control_fd": their_control.fileno(), "cells_fd": their_cells.fileno()}
+        settings = settings.model_copy(update=fds)
         try:
             process = subprocess.Popen(
                 python_command("engine.tensor_parallel.follower", *settings_to_arguments(settings)),
                 stdin=subprocess.DEVNULL,
                 env={**module_environment(), **thread_environment(settings.num_threads)},
-                pass_fds=(theirs.fileno(), settings.pool_fd),
+                pass_fds=(*fds.values(), *((settings.pool_fd,) if settings.pool_fd >= 0 else ())),
             )
         except OSError as error:
-            ours.close()
+            control.close()
+            cells.close()
             raise StartupError(f"rank {settings.rank} cannot be started: {error.strerror}") from None
-    return Follower(settings, ours, process)
+    cells.settimeout(SEND_TIMEOUT_S)
+    return Follower(settings.rank, process, control, cells)
 
 
 def _runs_on(follower: Follower) -> bool:

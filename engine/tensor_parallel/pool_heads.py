@@ -20,6 +20,11 @@ from engine.kv_memory import pool_shape
 from engine.torch_runner import PoolTensor
 
 
+def layout_of_heads(layout: KvLayout, heads: slice) -> KvLayout:
+    """The layout of a pool of those heads alone."""
+    return replace(layout, num_kv_heads=heads.stop - heads.start)
+
+
 @dataclass(frozen=True)
 class PoolHeads:
     """Implements `engine.torch_runner.PoolTensor` of some heads."""
@@ -29,7 +34,7 @@ class PoolHeads:
 
     @property
     def layout(self) -> KvLayout:
-        return replace(self.pool.layout, num_kv_heads=self.heads.stop - self.heads.start)
+        return layout_of_heads(self.pool.layout, self.heads)
 
     @property
     def tensor(self) -> torch.Tensor:

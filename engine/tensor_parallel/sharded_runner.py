@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 from cluster.errors import EngineFailure
 from cluster.model_files import resolve_model
 from cluster.worker_settings import WorkerSettings
@@ -18,10 +16,13 @@ from engine.model_config import ModelConfig
 from engine.step import LayerCallback, StepInput, StepOutput
 from engine.tensor_parallel.follower import FollowerSettings
 from engine.tensor_parallel.followers import Followers, OnLost, end_process
+from engine.tensor_parallel.pool_heads import PoolHeads, layout_of_heads
+from engine.tensor_parallel.rank_cells import RankCells
 from engine.tensor_parallel.rank_runner import RunnerChoice, open_rank_runner
 from engine.tensor_parallel.ranks import COLLECTIVE_TIMEOUT_S, ProcessRanks
-from engine.tensor_parallel.shard import check_divides
-from engine.torch_runner import TorchRunner
+from engine.tensor_parallel.shard import Shard, check_divides
+from engine.tensor_parallel.sharded_kv_memory import ShardedKvMemory
+from engine.torch_runner import PoolTensor, TorchRunner
 from engine.weights.weight_source import WeightFile
 
 
@@ -67,35 +68,43 @@ def open_sharded_runner(
     on_lost: OnLost = end_process,
     collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> ShardedRunner:
-    """Starts the other ranks of `settings.tensor_parallel` and loads with them. `memory` is shareable.
+    """Starts the other ranks of `settings.tensor_parallel` and loads with them.
 
+    `memory` is one that all ranks can map (shareable), or has each one's heads in its device (`ShardedKvMemory`).
     Raises `StartupError`; then no process is left.
     """
-    check_divides(weights.config, settings.tensor_parallel)
+    size = settings.tensor_parallel
+    check_divides(weights.config, size)
     followers = Followers(
-        [
-            _follower_settings(settings, memory, choice, rank, collective_timeout_s)
-            for rank in range(1, settings.tensor_parallel)
-        ],
+        [_follower_settings(settings, memory, choice, rank, collective_timeout_s) for rank in range(1, size)],
         settings.runtime_dir,
         on_lost,
     )
     try:
-        ranks = ProcessRanks(
-            0, settings.tensor_parallel, followers.rendezvous, torch.device("cpu"), collective_timeout_s
-        )
-        runner = open_rank_runner(weights, memory, ranks, choice)
+        own_pool = _own_pool(memory, size)
+        ranks = ProcessRanks(0, size, followers.rendezvous, own_pool.tensor.device, collective_timeout_s)
+        runner = open_rank_runner(weights, own_pool, ranks, choice)
         followers.wait_until_ready()
+        if isinstance(memory, ShardedKvMemory):
+            for rank, connection in enumerate(followers.cells, start=1):
+                heads = Shard(rank, size).kv_heads(memory.layout.num_kv_heads)
+                memory.attach(heads, RankCells(connection, layout_of_heads(memory.layout, heads)))
     except BaseException:
         followers.close()
         raise
     return ShardedRunner(runner, followers, weights.config)
 
 
+def _own_pool(memory: KvMemory, size: int) -> PoolTensor:
+    if isinstance(memory, ShardedKvMemory):
+        return memory.own
+    return PoolHeads(memory, Shard(0, size).kv_heads(memory.layout.num_kv_heads))
+
+
 def _follower_settings(
     settings: WorkerSettings, memory: KvMemory, choice: RunnerChoice, rank: int, collective_timeout_s: float
 ) -> FollowerSettings:
-    if memory.memfd is None:
+    if memory.memfd is None and not isinstance(memory, ShardedKvMemory):
         raise EngineFailure("ranks need a KV pool that they can share")
     return FollowerSettings(
         worker_id=settings.worker_id,
@@ -112,6 +121,6 @@ def _follower_settings(
         max_model_len=choice.max_model_len,
         block_tokens=memory.layout.block_tokens,
         num_blocks=memory.num_blocks,
-        pool_fd=memory.memfd,
+        pool_fd=-1 if memory.memfd is None else memory.memfd,
         pool_offset=memory.mapping_offset,
     )

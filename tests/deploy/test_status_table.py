@@ -85,6 +85,14 @@ def test_no_workers_is_said() -> None:
     assert "no workers" in printed({"model": "m", "workers": []})
 
 
+def test_worker_of_several_ranks_shows_them_and_others_none() -> None:
+    details = {"tensor_parallel": "2", "rank_pids": "4711 4712"}
+    text = printed({"model": "m", "workers": [{**WORKER, "details": details}]})
+    assert "tensor parallel" in text
+    assert "4711 4712" in text
+    assert "tensor parallel" not in printed(STATUS)
+
+
 def test_kernels_show_the_instruction_set_and_how_weights_are_kept() -> None:
     details = {
         "backend": "native",

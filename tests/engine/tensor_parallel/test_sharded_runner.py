@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 from cluster.errors import EngineFailure, StartupError
 from cluster.worker_settings import WorkerSettings
@@ -21,7 +23,7 @@ from engine.runner_factory import build_runner
 from engine.tensor_parallel.rank_runner import RunnerChoice
 from engine.tensor_parallel.sharded_runner import ShardedRunner, open_sharded_runner
 from engine.weights.weight_source import WeightFile
-from tests.engine.steps import BlockDealer, greedy_tokens, make_step
+from tests.engine.steps import BlockDealer, greedy_tokens, make_step, prompt_logits
 from tests.engine.tiny_models import random_model, save_safetensors
 from tests.exactness.make_greedy_reference import REFERENCE_FILE
 
@@ -104,12 +106,31 @@ def test_rank_that_cannot_load_says_why_and_no_process_stays(
 def test_what_does_not_shard_is_refused_by_its_name(model: Path, tmp_path: Path) -> None:
     for changes, what in (
         ({"backend": "native"}, "backend native computes in one process: set num_threads"),
-        ({"backend": "triton"}, "triton"),
         ({"quantization": "int8"}, "quantization int8"),
         ({"tensor_parallel": 3}, "4 heads, which tensor_parallel 3 does not divide"),
     ):
         with pytest.raises(StartupError, match=what):
             build_runner(settings(model, tmp_path, 2).model_copy(update=changes))
+
+
+def test_triton_over_two_ranks_leaves_the_kv_and_gives_the_logits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter; each rank has its heads in a pool of its own, as on a GPU."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = save_safetensors(random_model("llama", num_hidden_layers=2, num_attention_heads=2), tmp_path / "model")
+    logits, pools = [], []
+    for size, backend in ((1, "torch"), (2, "triton")):
+        built = build_runner(settings(model, tmp_path, size).model_copy(update={"backend": backend}))
+        logits.append(prompt_logits(built.runner, BlockDealer(built.memory), list(range(2, 22)), 20))
+        content = b"".join(bytes(run) for run in built.memory.runs(range(8, 32), 0, 2))
+        pools.append(np.frombuffer(content, np.float32))
+        if built.sharded is not None:
+            built.sharded.close()
+        built.memory.close()
+    assert torch.allclose(logits[0], logits[1], atol=1e-4)
+    assert np.allclose(pools[0], pools[1], atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.model
