@@ -110,8 +110,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def covering_array(factors: dict[str, tuple[Any, ...]], seed: int = 5) -> list[tuple[Any, ...]]:
-    """Rows in which every pair of values of two factors occurs; each takes the best of many random candidates."""
+def covering_array(factors: dict[str, tuple[Any, ...]], seed: int = 23) -> list[tuple[Any, ...]]:
+    """Rows in which every pair of values of two factors occurs; each takes the best of many random candidates.
+
+    With this seed there are rows in which sequences are preempted, by restart and by swap, beside trained drafters.
+    """
     randomness = random.Random(seed)
     columns = list(factors.values())
     spans = list(itertools.combinations(range(len(columns)), 2))
@@ -367,6 +370,8 @@ def test_every_pair_of_ways_occurs() -> None:
         values = list(FACTORS.values())
         assert {(way[a], way[b]) for way in WAYS} == set(itertools.product(values[a], values[b]))
     assert len(WAYS) <= 30
+    preempted = {(way.drafter, way.memory) for way in WAYS if way.at_once == 8 and way.prompt == "here"}
+    assert {("cascade", "restart"), ("eagle", "swap"), ("medusa", "swap"), ("junk", "restart")} <= preempted
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way)))
