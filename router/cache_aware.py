@@ -169,6 +169,7 @@ class CacheAware:
         is_cold = max(cached_tokens.values(), default=0) < COLD_SHARE * num_tokens
         recent = [worker.recent_tokens(now_s) for worker in workers] if is_cold else []
         mean_recent = sum(recent) / len(recent) if recent else 0.0
+        make = tuple.__new__  # a sixth of a decision over a thousand workers would go into arguments by name
         scored = []
         for index, worker in enumerate(workers):
             cached = cached_tokens.get(worker.worker_id, 0)
@@ -188,7 +189,7 @@ class CacheAware:
             restore_ms = _restore_ms(request, worker) if request.restorable_tokens else 0.0
             total_ms = queue_ms + compute_ms + work_ms + evict_ms + spread_ms + restore_ms
             terms = (queue_ms, compute_ms, work_ms, evict_ms, spread_ms, restore_ms)
-            scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
+            scored.append(make(_Scored, (total_ms, worker.last_chosen_s, index, worker, terms)))
         scored.sort()
         return scored
 
@@ -198,6 +199,7 @@ class CacheAware:
         alpha, beta, gamma = self._timing.decode_coefficients
         slower_ms = beta + gamma * num_tokens
         transfers_ms: dict[tuple[int, int, int], float] = {}  # most workers hold nothing, and are of one kind
+        make = tuple.__new__
         scored = []
         for index, worker in enumerate(workers):
             running = worker.num_in_flight
@@ -223,7 +225,7 @@ class CacheAware:
             full_ms = full_pool_ms(worker)
             terms = (step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms, queue_ms, prefill_ms, restore_ms)
             total_ms = sum(terms)
-            scored.append(_Scored(total_ms, worker.last_chosen_s, index, worker, terms))
+            scored.append(make(_Scored, (total_ms, worker.last_chosen_s, index, worker, terms)))
         scored.sort()
         return scored
 

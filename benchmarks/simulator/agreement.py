@@ -1,14 +1,15 @@
 """Whether the planner's arithmetic and the simulator say the same: `python -m benchmarks.simulator.agreement`
 
 For each (input, output, hit rate) the planner gives the best split of a budget and the rate that it carries; the
-simulator then runs that split and its neighbours at that rate and above, and the one that keeps the objective for most
-requests is the simulator's answer. A table in Markdown goes to standard output; the status is 1 when a split differs
-by more than one worker.
+simulator then runs that split and its neighbours at that rate and above, and goes on towards the better one: the one
+that keeps the objective for most requests is its answer. A table in Markdown goes to standard output; the status is 1
+when a split differs by more than one worker.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.arrivals import ArrivalProcess, arrival_times
@@ -76,10 +77,27 @@ def agree(point: tuple[int, int, float], num_workers: int = NUM_WORKERS, num_req
     carried = {split: min(prefill_of(split[0]), decode_of(split[1])) for split in splits}
     best = max(splits, key=lambda split: carried[split])
     planned = Split(*best, carried[best])
-    tried = [split for split in splits if abs(split[0] - planned.prefill) <= 2]
-    kept = {split: [_kept(split, point, planned, share, num_requests) for share in RATE_SHARES] for split in tried}
-    attainment = {split: sum(shares) / len(shares) for split, shares in kept.items()}
-    return Agreement(point, planned, max(tried, key=lambda split: attainment[split]), attainment)
+    attainment: dict[tuple[int, int], float] = {}
+
+    def kept(split: tuple[int, int]) -> float:
+        if split not in attainment:
+            shares = [_kept(split, point, planned, share, num_requests) for share in RATE_SHARES]
+            attainment[split] = sum(shares) / len(shares)
+        return attainment[split]
+
+    found = _highest(splits, splits.index(best), kept)
+    return Agreement(point, planned, found, dict(sorted(attainment.items())))
+
+
+def _highest(splits: list[tuple[int, int]], start: int, kept: Callable[[tuple[int, int]], float]) -> tuple[int, int]:
+    """From the start towards the better neighbour, until none is better: one pool lacks on either side of the best."""
+    place = start
+    while True:
+        near = [at for at in (place, place - 1, place + 1) if 0 <= at < len(splits)]
+        better = max(near, key=lambda at: kept(splits[at]))
+        if better == place:
+            return splits[place]
+        place = better
 
 
 def _kept(

@@ -100,7 +100,8 @@ class Fleet:
     def stop(self) -> None:
         """Closes the books."""
         self._is_stopped = True
-        for _, since_s in self._ready.values():
+        for worker, since_s in self._ready.values():
+            worker.engine.tell()
             self.worker_s += self._events.now_s - since_s
 
     def _become_ready(self, starting: StartingWorker) -> None:

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.request_record import Outcome, RequestRecord
 from benchmarks.simulator.event_queue import EventQueue, Timer
@@ -38,6 +39,7 @@ PARKED_RETRY_S = 0.5
 MAX_PARKED_S = 15.0
 # Sequences are told apart by themselves.
 NO_ID = RequestId("")
+NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
 Ended = Callable[["RequestLife"], None]
 
@@ -202,7 +204,8 @@ class RequestLife:
             return
         if tokens.is_first and sequence.request.landed is None:
             self._started(sequence)
-        self._give(tokens.num_tokens)
+        for time_s, num_tokens in tokens.chunks:
+            self._give(time_s, num_tokens)
         if tokens.is_last:
             self._finish()
 
@@ -246,11 +249,11 @@ class RequestLife:
             self._stages.transfer = (self._events.now_s - self._computed_s) * 1e3
         self._booking.first_token()
         if self.num_generated + 1 == self.arrival.output_tokens:
-            self._give(1)
+            self._give(self._events.now_s, 1)
             self._finish()
             return
         request = self._engine_request(LandedPrompt(tuple(blocks), GENERATED_TOKEN, None, num_cached))
-        self._give(1)
+        self._give(self._events.now_s, 1)
         self._submit(decode, request)
         if self.outcome is None:
             self._landing = None  # the engine's now
@@ -267,9 +270,9 @@ class RequestLife:
         if self._booking is not None and sequence.request.landed is None and not sequence.request.hold_blocks:
             self._booking.first_token()
 
-    def _give(self, num_tokens: int) -> None:
+    def _give(self, time_s: float, num_tokens: int) -> None:
         self.num_generated += num_tokens
-        self.chunk_times_s.append(self._events.now_s)
+        self.chunk_times_s.append(time_s)
         self.chunk_tokens.append(num_tokens)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
@@ -315,6 +318,8 @@ class RequestLife:
             self._front.admission.withdraw(self._waiting)
         self._front.admission.charge(self.arrival.tenant, self.num_generated)
         self._admitted.close()
+        # A day's prompts would fill the memory.
+        self._token_ids, self._hashes = NO_TOKENS, []
         self._ended(self)
 
     @property

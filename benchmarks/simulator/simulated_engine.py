@@ -3,11 +3,15 @@
 A step of decodes alone is followed by equal ones until somebody arrives or ends, so up to `max_leap` of them are taken
 as one event; an arrival cuts a leap short at the step in progress. Blocks for the tokens of a leap are taken by the
 next step: a pool looks emptier by at most `max_leap` tokens a sequence than it would be.
+
+Steps are logged once for all sequences that decode in them; a sequence's tokens are told when it ends, or sits out a
+step, or its engine stops: a token costs a few additions, not a call to everybody who counts it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Chunks
 from dataclasses import dataclass
 
 from benchmarks.simulator.event_queue import EventQueue, Timer
@@ -17,7 +21,7 @@ from engine.mock_engine import StepTiming
 from engine.request import EngineLimits, EngineLoad, EngineRequest
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
-from engine.step_plan import StepPlan
+from engine.step_plan import ScheduledChunk, StepPlan
 
 DEFAULT_MAX_LEAP = 16
 # Generated tokens are never read: only their number costs time.
@@ -25,12 +29,15 @@ GENERATED_TOKEN = 0
 RETRY_AFTER_S = 1.0
 
 
+Chunk = tuple[float, int]  # when a step or a leap ended, and the tokens that each of its sequences got
+
+
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What a step, or a leap of steps, gave one sequence."""
+    """What one sequence got since it was last told of."""
 
     sequence: Sequence
-    num_tokens: int
+    chunks: Chunks[Chunk]
     is_first: bool
     is_last: bool
 
@@ -40,7 +47,8 @@ StartSink = Callable[[Sequence], None]
 
 
 class SimulatedEngine:
-    """Owned by its worker. `started` hears of a sequence at its first step, `sink` of tokens at the end of theirs."""
+    """Owned by its worker. `started` hears of a sequence at its first step, `sink` of its first token at once and of
+    the others no later than the last, `stepped` of every step's end."""
 
     def __init__(
         self,
@@ -50,6 +58,7 @@ class SimulatedEngine:
         timing: StepTiming,
         started: StartSink,
         sink: OutputSink,
+        stepped: Callable[[], None],
         max_leap: int = DEFAULT_MAX_LEAP,
     ) -> None:
         self.pool = pool
@@ -59,12 +68,15 @@ class SimulatedEngine:
         self._timing = timing
         self._started = started
         self._sink = sink
+        self._stepped = stepped
         self._max_leap = max_leap
         self._scheduler = Scheduler(pool, limits)
         self._num_arrivals = 0
         self._plan: StepPlan | None = None
         self._step: _Step | None = None
         self._is_stopped = False
+        self._log: list[Chunk] = []
+        self._decoding: dict[Sequence, int] = {}  # and the log's length when their first untold step ended
 
     def accept(self, request: EngineRequest) -> Sequence:
         """Queues a request until `wake`; a landed prompt is published at once, as the engine does when it takes it in.
@@ -101,10 +113,16 @@ class SimulatedEngine:
         return self._step is None and len(self._scheduler.waiting) > 0
 
     def stop(self) -> None:
-        """Nothing comes out of it any more."""
+        """Nothing comes out of it any more but what was generated and not told of."""
+        self.tell()
         self._is_stopped = True
         if self._step is not None:
             self._step.timer.cancel()
+
+    def tell(self) -> None:
+        """Everybody who decodes is told of what there is."""
+        for sequence in list(self._decoding):
+            self._tell(sequence, is_last=False)
 
     def load(self) -> EngineLoad:
         scheduler, step = self._scheduler, self._step
@@ -130,46 +148,84 @@ class SimulatedEngine:
                 sequence.first_scheduled_s = now_s
                 self._started(sequence)
         chunks = plan.chunks
-        num_steps = 1
-        if all(chunk.num_tokens == 1 and chunk.is_sampled and chunk.sequence.has_output for chunk in chunks):
-            shortest = min(chunk.sequence.max_length - chunk.sequence.num_tokens for chunk in chunks)
-            num_steps = max(1, min(self._max_leap, shortest))
+        num_steps = self._num_equal_steps(chunks)
         first_s = self._timing.step_s(chunks)
         longer_s = self._timing.decode[2] * len(chunks) / 1e3  # each step of a leap has a token more to attend to
         self._plan = plan
         self._step = _Step(now_s, first_s, longer_s, num_steps)
         self._step.timer = self._events.at(self._step.end_s, self._end)
 
+    def _num_equal_steps(self, chunks: Chunks[ScheduledChunk]) -> int:
+        """Until the first of them ends; 1 where somebody does more than decode."""
+        num_steps = self._max_leap
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if chunk.num_tokens != 1 or not sequence.has_output or not chunk.is_sampled:
+                return 1
+            num_steps = min(num_steps, sequence.max_length - sequence.num_tokens)
+        return max(1, num_steps)
+
     def _end(self) -> None:
         plan, step = self._plan, self._step
         if plan is None or step is None:
             raise RuntimeError("a step ended that never began")
         self._plan = self._step = None
-        self.busy_s += self._events.now_s - step.started_s
-        given = []
+        now_s, num_steps = self._events.now_s, step.num_steps
+        self.busy_s += now_s - step.started_s
+        place, decoding = len(self._log), self._decoding
+        self._log.append((now_s, num_steps))
+        begun: list[Sequence] = []
+        ended: list[Sequence] = []
+        num_decoding = 0
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            is_prompt = not sequence.has_output
             if not chunk.is_sampled:
                 sequence.num_computed += chunk.num_tokens
+                if not sequence.has_output:
+                    self._publish(sequence)
+                continue
+            sequence.num_computed += chunk.num_tokens + num_steps - 1
+            # Its tokens are made as zeros, which is what these are.
+            sequence.num_tokens += num_steps
+            sequence.last_token_id = GENERATED_TOKEN
+            is_last = sequence.num_tokens >= sequence.max_length
+            if sequence.has_output:
+                num_decoding += 1
+                decoding.setdefault(sequence, place)
             else:
-                sequence.num_computed += chunk.num_tokens + step.num_steps - 1
-                for _ in range(step.num_steps):
-                    sequence.append(GENERATED_TOKEN)
-                is_last = sequence.num_tokens >= sequence.max_length
-                given.append(StepTokens(sequence, step.num_steps, is_prompt, is_last))
                 sequence.has_output = True
-            if is_prompt or sequence.num_tokens >= sequence.max_length:
+                begun.append(sequence)
                 self._publish(sequence)
-        for tokens in given:
-            if tokens.is_last and tokens.sequence.request.hold_blocks:
-                self._scheduler.hold(tokens.sequence)
-            elif tokens.is_last:
-                self._scheduler.finish(tokens.sequence)
-        for tokens in given:
-            self._sink(tokens)
+            if is_last:
+                ended.append(sequence)
+        if num_decoding < len(decoding):
+            self._tell_those_who_sat_out(plan.chunks, place)
+        for sequence in ended:
+            self._publish(sequence)
+            if sequence.request.hold_blocks:
+                self._scheduler.hold(sequence)
+            else:
+                self._scheduler.finish(sequence)
+        self._stepped()
+        last = set(ended)
+        for sequence in begun:
+            self._sink(StepTokens(sequence, ((now_s, num_steps),), is_first=True, is_last=sequence in last))
+        for sequence in ended:
+            if sequence in decoding:
+                self._tell(sequence, is_last=True)
         if self._step is None:  # nobody who heard of it has woken the engine
             self._begin()
+
+    def _tell(self, sequence: Sequence, *, is_last: bool) -> None:
+        chunks = self._log[self._decoding.pop(sequence) :]
+        self._sink(StepTokens(sequence, chunks, is_first=False, is_last=is_last))
+
+    def _tell_those_who_sat_out(self, chunks: Chunks[ScheduledChunk], place: int) -> None:
+        """They got nothing in the step that was logged last."""
+        present = {chunk.sequence for chunk in chunks}
+        for sequence in [sequence for sequence in self._decoding if sequence not in present]:
+            told = self._log[self._decoding.pop(sequence) : place]
+            self._sink(StepTokens(sequence, told, is_first=False, is_last=False))
 
     def _publish(self, sequence: Sequence) -> None:
         held = len(sequence.blocks) * self.pool.block_tokens
@@ -196,8 +252,9 @@ class _Step:
         """Ends the leap with the step that is in progress now."""
         if self.num_steps == 1:
             return
-        num_steps = self.num_steps
         gone_s = events.now_s - self.started_s
+        # Later steps are longer, if anything: no more than these can have begun.
+        num_steps = min(self.num_steps, int(gone_s / self.first_s) + 1)
         while num_steps > 1 and self._elapsed_s(num_steps - 1) >= gone_s:
             num_steps -= 1
         if num_steps < self.num_steps:

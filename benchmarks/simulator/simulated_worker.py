@@ -173,7 +173,9 @@ class SimulatedWorker:
         self._events = events
         self.stream = KvEventStream(events, self.state, read_events, loss_share, chance)
         pool = BlockPool(shape.num_blocks, shape.block_tokens, FINGERPRINT, events=self.stream)
-        self.engine = SimulatedEngine(events, pool, shape.limits, shape.timing, self._began, self._take, shape.max_leap)
+        self.engine = SimulatedEngine(
+            events, pool, shape.limits, shape.timing, self._began, self._take, self.changed, shape.max_leap
+        )
         self.port = LinkPort(shape.link_bytes_per_ms)
         self._waiting: deque[_Waiting] = deque()
         self._owners: dict[Sequence, tuple[PlacedRequest, int]] = {}
@@ -216,10 +218,9 @@ class SimulatedWorker:
             request.compute_started(sequence)
 
     def _take(self, tokens: StepTokens) -> None:
-        """A step's tokens go to their request; those of an older placement are dropped, and so is their sequence."""
+        """Tokens go to their request; those of an older placement are dropped, and so is their sequence."""
         sequence = tokens.sequence
         request, fence = self._owners.pop(sequence) if tokens.is_last else self._owners[sequence]
-        self.changed()
         if request.fence == fence:
             request.tokens(tokens)
         else:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +20,7 @@ from benchmarks.simulator.request_life import RequestLife
 from benchmarks.simulator.scaling import Scaling
 from benchmarks.simulator.simulated_traffic import SimulatedArrival
 from benchmarks.simulator.simulation_settings import SimulationSettings
+from cluster.garbage import MIDDLE_LOOKS, YOUNG_LOOKS, YOUNG_OBJECTS
 from router.worker_state import Role
 
 # The index clears what failed workers left, and asks again for lost events.
@@ -48,8 +51,19 @@ def simulate(
 ) -> SimulationResult:
     """Sends every arrival at its time and goes on until all have ended, or `drain_s` after the last."""
     began_s = time.perf_counter()
-    simulation = _Simulation(settings, duration_s)
-    return simulation.run(arrivals, drain_s, began_s)
+    with _rare_collections():
+        return _Simulation(settings, duration_s).run(arrivals, drain_s, began_s)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """As often as in a router, whose decisions make as many short-lived objects."""
+    before = gc.get_threshold()
+    gc.set_threshold(YOUNG_OBJECTS, YOUNG_LOOKS, MIDDLE_LOOKS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Simulation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,41 @@ def test_the_autoscaler_grows_the_pool_that_lacks_and_shrinks_it_again() -> None
     assert result.fleet[-1].prefill == 1
     late = [record for record in result.run.records if 32.0 < record.intended_s < 40.0]
     assert sum(_ttft_ms(record) < 500 for record in late) > 0.95 * len(late)
+
+
+def test_a_thousand_workers_for_ten_minutes_with_failures_and_lost_events() -> None:
+    """A day of them: docs/planning.md."""
+    settings = replace(
+        SETTINGS,
+        num_prefill=650,
+        num_decode=350,
+        block_tokens=64,
+        max_leap=64,
+        faults=Faults(worker_mtbf_s=100_000.0, event_loss=0.01),
+    )
+    workload = Workload(LengthLaw(500, 1500), LengthLaw(50, 150), hit_rate=0.25, num_prefixes=2)
+    result = _run(settings, _poisson(0.5, 600.0, workload), 600.0)
+    records = result.run.records
+    assert len(records) > 250
+    assert all(record.is_ok for record in records)
+    assert 1 <= result.num_failures <= 20
+    assert result.worker_s == pytest.approx(1000 * result.virtual_s, rel=0.01)
+    # The few who hold one of the two prefixes are found among the others.
+    assert sum(bool(record.cached_tokens) for record in records) > 0.6 * len(records)
+
+
+def test_tokens_of_a_sequence_that_sat_out_a_step_have_their_own_times() -> None:
+    # Room for three sequences' prompts, not for their answers: somebody sits out or is put back, and goes on later.
+    tight = replace(MODEL, kv_tokens=432)
+    settings = replace(SETTINGS, model=tight, num_prefill=0, num_decode=0, num_aggregated=1, max_leap=1)
+    arrivals = [_arrival(index, 0.0, 100, 60) for index in range(3)]
+    records = _run(settings, arrivals).run.records
+    assert all(record.is_ok and record.num_output_tokens == 60 for record in records)
+    for record in records:
+        assert list(record.chunk_times_s) == sorted(set(record.chunk_times_s))
+        assert len(record.chunk_times_s) == 60
+    longest_s = max(later - earlier for record in records for earlier, later in pairwise(record.chunk_times_s))
+    assert longest_s > 0.1  # a wait that no step explains: it was put back
 
 
 def test_equal_runs_are_equal() -> None:
