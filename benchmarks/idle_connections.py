@@ -38,7 +38,7 @@ SPARE_DESCRIPTORS = 200
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def _open(host: str, port: int) -> Connection:
+async def open_idle(host: str, port: int) -> Connection:
     """It has had one answer; its reader sees the end when the router closes it."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(f"GET /livez HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
@@ -49,7 +49,7 @@ async def _open(host: str, port: int) -> Connection:
     return reader, writer
 
 
-async def _first_token_ms(client: httpx.AsyncClient, model: str, number: int) -> float:
+async def first_token_ms(client: httpx.AsyncClient, model: str, number: int) -> float:
     prompt = [(31 * number + index) % 40_000 + 1 for index in range(32)]
     body = {"model": model, "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "stream": True}
     started_s = time.monotonic()
@@ -62,7 +62,7 @@ async def _first_token_ms(client: httpx.AsyncClient, model: str, number: int) ->
 
 
 async def _p99_ms(client: httpx.AsyncClient, model: str, first: int) -> float:
-    times_ms = [await _first_token_ms(client, model, first + number) for number in range(NUM_ASKED)]
+    times_ms = [await first_token_ms(client, model, first + number) for number in range(NUM_ASKED)]
     return statistics.quantiles(times_ms, n=100)[98]
 
 
@@ -76,7 +76,7 @@ async def _measured(url: str, num_connections: int) -> int:
         opened: list[Connection] = []
         while len(opened) < num_connections:
             more = min(OPENED_AT_ONCE, num_connections - len(opened))
-            opened += await asyncio.gather(*(_open(host, port) for _ in range(more)))
+            opened += await asyncio.gather(*(open_idle(host, port) for _ in range(more)))
         opened_s = time.monotonic()
         per_connection = (router.memory_info().rss - before_bytes) / num_connections
         with_them_ms = await _p99_ms(client, model, 2000)

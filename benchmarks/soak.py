@@ -1,5 +1,7 @@
 """Traffic for as long as you like, with a fault every 10 to 30 s. `python -m benchmarks.soak --minutes 60 --seed 7`
 
+Each fault finds the cluster whole again. `tests/integration/test_endurance.py` has a few in every run of the suite.
+
     faults   SIGKILL, SIGTERM or two seconds of SIGSTOP for a worker; the same for Redis, but no SIGTERM
     answers  each must come whole: all its tokens, a finish reason, the end of the stream
     ledger   every worker accounts for all its blocks when the traffic is over
@@ -32,7 +34,9 @@ import psutil
 
 from benchmarks.cluster_under_test import started_cluster
 
+FLAGS = ("--engine", "mock", "--prefill", "2", "--decode", "2", "--drain-timeout-s", "3")
 NUM_STREAMS = 6
+POOLS = {"decode": 2, "prefill": 2}
 PAUSE_S = (10.0, 30.0)
 STOP_S = 2.0
 SAMPLE_S = 2.0
@@ -72,8 +76,10 @@ class Soak:
 
     client: httpx.AsyncClient
     supervisor: psutil.Process
-    chance: random.Random
+    seed: int
     ends_s: float
+    pause_s: tuple[float, float] = PAUSE_S
+    max_faults: int | None = None  # it is over after so many as well
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     samples: dict[str, Samples] = field(default_factory=lambda: {"supervisor": Samples(), "router": Samples()})
@@ -85,13 +91,18 @@ class Soak:
             tasks.create_task(self._trouble_for_ever())
             tasks.create_task(self._sample_for_ever())
 
+    @property
+    def is_over(self) -> bool:
+        is_enough = self.max_faults is not None and self.faults.total() >= self.max_faults
+        return is_enough or time.monotonic() >= self.ends_s
+
     async def _ask_for_ever(self, model: str, stream: int) -> None:
-        number = 0
-        while time.monotonic() < self.ends_s:
+        number, chance = 0, random.Random(f"{self.seed} {stream}")
+        while not self.is_over:
             number += 1
             start = 7919 * stream + 104_729 * number
             prompt = [token % VOCABULARY + 1 for token in (*range(200), *range(start, start + 200))]
-            self.outcomes[await self._ask(model, prompt, self.chance.randint(1, 200))] += 1
+            self.outcomes[await self._ask(model, prompt, chance.randint(1, 200))] += 1
 
     async def _ask(self, model: str, prompt: list[int], num_tokens: int) -> str:
         """`whole`, or what was wrong."""
@@ -115,29 +126,43 @@ class Soak:
         return f"{answer.status_code} {reason or line[:200]}, {completion_tokens} of {num_tokens} tokens"
 
     async def _trouble_for_ever(self) -> None:
-        while True:
-            pause_s = self.chance.uniform(*PAUSE_S)
+        chance = random.Random(self.seed)
+        while not self.is_over:
+            pause_s = chance.uniform(*self.pause_s)
             if time.monotonic() + pause_s + STOP_S >= self.ends_s:
                 return
             await asyncio.sleep(pause_s)
             victims = _children(self.supervisor, ("prefill_worker", "decode_worker", "valkey-server"))
-            name, process = self.chance.choice(sorted(victims, key=lambda victim: (victim[0], victim[1].pid)))
+            name, process = chance.choice(sorted(victims, key=lambda victim: (victim[0], victim[1].pid)))
             kinds = [signal.SIGKILL, signal.SIGSTOP, *([signal.SIGTERM] if name != "valkey-server" else [])]
-            await self._trouble(name, process, self.chance.choice(kinds))
+            await self._trouble(name, process, chance.choice(kinds))
+            await self._settled()
 
     async def _trouble(self, name: str, process: psutil.Process, kind: signal.Signals) -> None:
-        self.faults[f"{kind.name} {name}"] += 1
         os.kill(process.pid, kind)
         if kind is signal.SIGSTOP:
             try:
                 await asyncio.sleep(STOP_S)
             finally:
                 os.kill(process.pid, signal.SIGCONT)
+        else:
+            await asyncio.to_thread(psutil.wait_procs, [process], SETTLE_TIMEOUT_S)
+        self.faults[f"{kind.name} {name}"] += 1
+
+    async def _settled(self) -> dict[str, Any]:
+        """The status once all workers are back, or the last one when they do not come."""
+        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        while True:
+            status: dict[str, Any] = (await self.client.get("/statusz")).json()
+            if status["pools"] == POOLS or time.monotonic() > deadline_s:
+                return status
+            await asyncio.sleep(0.5)
 
     async def _sample_for_ever(self) -> None:
         router = _children(self.supervisor, ("router",))[0][1]
         started_s = time.monotonic()
-        while (now_s := time.monotonic()) < self.ends_s:
+        while not self.is_over:
+            now_s = time.monotonic()
             self.samples["supervisor"].add(now_s - started_s, self.supervisor)
             self.samples["router"].add(now_s - started_s, router)
             await asyncio.sleep(SAMPLE_S)
@@ -146,32 +171,40 @@ class Soak:
         """Of all workers, once all of them are back; each must read 0."""
         deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
         while True:
-            status: dict[str, Any] = (await self.client.get("/statusz")).json()
-            is_back = status["pools"] == {"decode": 2, "prefill": 2}
+            status = await self._settled()
             lost = int(status["block_conservation_error"])
-            if (is_back and not lost) or time.monotonic() > deadline_s:
-                return lost if is_back else max(lost, 1)
+            if not lost or time.monotonic() > deadline_s:
+                return lost if status["pools"] == POOLS else max(lost, 1)
             await asyncio.sleep(0.5)
+
+    def growing(self) -> list[str]:
+        """Processes that keep descriptors: one more or less at the end of a short run counts for nothing."""
+        return [
+            name
+            for name, samples in self.samples.items()
+            if samples.num_fds[-1] > statistics.median(samples.num_fds) + NUM_STREAMS
+        ]
 
 
 def main(minutes: float, seed: int) -> int:
     """The exit status."""
-    with tempfile.TemporaryDirectory(prefix="tandem-soak-") as name:
-        flags = ("--engine", "mock", "--prefill", "2", "--decode", "2", "--drain-timeout-s", "3")
-        with started_cluster(flags, Path(name) / "cluster.log") as url:
-            return asyncio.run(_judged(url, minutes, seed))
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-soak-") as name,
+        started_cluster(FLAGS, Path(name) / "cluster.log") as url,
+    ):
+        return asyncio.run(_judged(url, minutes, seed))
 
 
 async def _judged(url: str, minutes: float, seed: int) -> int:
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=ANSWER_TIMEOUT_S) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         supervisor = _children(psutil.Process(), ("serve",))[0][1]
-        soak = Soak(client, supervisor, random.Random(seed), time.monotonic() + minutes * 60)
+        soak = Soak(client, supervisor, seed, time.monotonic() + minutes * 60)
         await soak.run(model)
         lost = await soak.lost_blocks()
     sys.stdout.write(f"seed {seed}, {minutes:g} minutes, faults: {dict(soak.faults)}\n")
     sys.stdout.write(f"answers: {dict(soak.outcomes)}\nblocks not accounted for: {lost}\n")
-    is_growing = False
+    is_growing = bool(soak.growing())
     for name, samples in soak.samples.items():
         fds, rss = samples.slope_per_h(samples.num_fds), samples.slope_per_h(samples.rss_bytes)
         least, most = min(samples.num_fds, default=0), max(samples.num_fds, default=0)
@@ -179,8 +212,6 @@ async def _judged(url: str, minutes: float, seed: int) -> int:
             f"{name}: {samples.rss_bytes[-1] / 2**20:.1f} MiB, {rss / 2**20:+.2f} MiB/h; "
             f"{least:.0f} to {most:.0f} descriptors, {fds:+.1f}/h\n"
         )
-        # A connection more or less at the end of a short run is a large slope: what counts is that none stay.
-        is_growing |= samples.num_fds[-1] > statistics.median(samples.num_fds) + NUM_STREAMS
         is_growing |= minutes >= 60 * MIN_HOURS_FOR_GROWTH and rss > MAX_GROWTH_BYTES_PER_H
     is_whole = set(soak.outcomes) == {"whole"}
     return 0 if is_whole and not lost and not is_growing else 1

@@ -88,7 +88,7 @@ async def run_cluster(
         display.planned(plan)
         launcher = make_launcher(directory.logs, plan)
         running = await launcher.find_running()
-        supervisor = Supervisor(_processes(config, plan, running), launcher, display.changed)
+        supervisor = Supervisor(processes_of(config, plan, running), launcher, display.changed)
         try:
             if running:
                 supervisor.resume()
@@ -109,7 +109,7 @@ async def run_cluster(
             signals.remove()
 
 
-def _processes(config: ClusterConfig, plan: ClusterPlan, running: frozenset[str]) -> tuple[ProcessSpec, ...]:
+def processes_of(config: ClusterConfig, plan: ClusterPlan, running: frozenset[str]) -> tuple[ProcessSpec, ...]:
     """The plan's; of pools that follow the traffic those workers that there are, and the plan's where there is none."""
     if config.autoscale is None or not running:
         return plan.processes

@@ -190,6 +190,8 @@ def test_rays_head_takes_the_cluster_with_it_and_up_starts_anew(default_model_pa
         next(one for one in head.children(recursive=True) if "gcs_server" in one.name()).kill()
         _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_S)
         assert [process.cmdline() for process in alive] == []
+        with pytest.raises(AssertionError, match="has ended, and everything on it: `tandem up` starts it anew"):
+            own.tandem("status", "--on", "ray")
         printed = own.tandem("up", str(config))
         assert _answers(re.findall(r"(127\.0\.0\.1:\d+) \(gRPC\)", printed)[0])
     finally:
