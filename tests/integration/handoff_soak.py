@@ -31,6 +31,7 @@ NUM_BLOCKS = 400
 NUM_TOKENS = 6
 # 16 tokens are 2 KiB of mock KV: a prompt of 600 takes some 100 ms to compute and as long to send.
 PROMPT_TOKENS = 600
+CANCELLED_TOKENS = 4 * PROMPT_TOKENS  # the cancel must come before the last byte, on a busy machine too
 LINK_BYTES_PER_S = 1_000_000
 BYTES_OF_A_TOKEN = 128
 BACK_TIMEOUT_S = 25.0  # the peer of a stopped process waits for its silence, its drain and its connection's end
@@ -128,14 +129,15 @@ class HandoffSoak:
         worker = self.victim if fault.role == "prefill" else self.decode
         for each in self.workers:
             await each.reset_prefix_cache()
-        prompt = self._prompt(PROMPT_TOKENS)
+        is_cancelled = (fault.role, fault.state) == ("decode", "cancelling")
+        prompt = self._prompt(CANCELLED_TOKENS if is_cancelled else PROMPT_TOKENS)
         received = (await self.decode.status()).counters["kv_bytes_received"]
         cue = cue_path(self.folder, worker.settings.worker_id)
         cue.write_text(f"{fault.state} {fault.signal.name} {fault.moment}")
         async with Router(self.decode) as router:
             request_id = self._next_id()
             await router.submit(request_id, prompt, NUM_TOKENS, [self.victim, self.healthy], allow_local_prefill=True)
-            if (fault.role, fault.state) == ("decode", "cancelling"):
+            if is_cancelled:
                 await self.decode.wait_for(
                     lambda status: status.counters["kv_bytes_received"] > received, 10, "KV moves"
                 )
