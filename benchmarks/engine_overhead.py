@@ -33,7 +33,7 @@ from engine.step_plan import StepPlan
 Result = TypeVar("Result")
 
 BATCH_SIZES = (1, 16, 64)
-QUEUE_LENGTHS = (0, 5000)
+QUEUE_LENGTHS = (0, 16, 5000)  # the first 8 that do not fit are looked past in each step, however many wait
 VOCAB_SIZE = 49_152
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 128
