@@ -32,18 +32,20 @@ struct BlockTile {
     int num_keys;  // a multiple of 32; keys past a row's position are masked
 };
 
-// Turns a row's scores into weights 2^(score * scale - maximum), 0 outside [low, high), and corrects what was summed
-// before. The scale holds log2(e), so the maximum is kept in powers of two.
-template <class Products>
-inline void softmax_row(const AttentionTask& task, const Scratch<Products>& s, int row, float* scores, int num_keys,
-                        int low, int high, typename Products::Activation* p) {
-    const float scale = task.scale * kLog2E;
+// The largest of a row's scores in powers of two, those outside [low, high) left out. The scale holds log2(e).
+inline float mask_row(float* scores, int num_keys, int low, int high, float scale) {
     for (int i = 0; i < low; ++i) scores[i] = kNegativeInfinity;
     for (int i = high > 0 ? high : 0; i < num_keys; ++i) scores[i] = kNegativeInfinity;
     F highest = vset1(kNegativeInfinity);
     for (int i = 0; i < num_keys; i += kWidth) highest = vmax(highest, vload(scores + i));
-    const float before = s.maximum[row], tile_maximum = vmaximum(highest) * scale;
-    const float maximum = tile_maximum > before ? tile_maximum : before;
+    return vmaximum(highest) * scale;
+}
+
+// Turns a row's scores into weights 2^(score * scale - maximum) and corrects what was summed before.
+template <class Products>
+inline void weigh_row(const AttentionTask& task, const Scratch<Products>& s, int row, const float* scores, int num_keys,
+                      float tile_maximum, typename Products::Activation* p) {
+    const float before = s.maximum[row], maximum = tile_maximum > before ? tile_maximum : before;
     float* sum_lanes = s.sum + (size_t)row * kWidth;
     F sum = vload(sum_lanes);
     if (maximum != before) {
@@ -53,14 +55,18 @@ inline void softmax_row(const AttentionTask& task, const Scratch<Products>& s, i
         float* out = s.out + (size_t)row * task.kv.head_dim;
         for (int i = 0; i < task.kv.head_dim; i += kWidth) vstore(out + i, vmul(vload(out + i), correction));
     }
-    const F shift = vset1(maximum == kNegativeInfinity ? 0.0f : maximum);
+    const F scale = vset1(task.scale * kLog2E), shift = vset1(maximum == kNegativeInfinity ? 0.0f : -maximum);
     for (int i = 0; i < num_keys; i += kWidth) {
-        const F weight = vexp2(vsub(vmul(vload(scores + i), vset1(scale)), shift));
-        sum = vadd(sum, weight);
-        if constexpr (Products::kInputs == 2)
+        const F exponent = vfma(vload(scores + i), scale, shift);
+        if constexpr (Products::kInputs == 2) {
+            const F weight = vexp2_for_bf16(exponent);
+            sum = vadd(sum, weight);
             vstore_bf16((uint16_t*)p + i, weight);
-        else
+        } else {
+            const F weight = vexp2(exponent);
+            sum = vadd(sum, weight);
             vstore((float*)p + i, weight);
+        }
     }
     vstore(sum_lanes, sum);
 }
@@ -87,7 +93,7 @@ struct RegisterProducts {
         static void run(const Activation* q, const uint8_t* keys, int head_dim, int num_keys, float* scores) {
             const int steps = head_dim / kInputs;
             for (int key = 0; key < num_keys; key += 32)
-                multiply_tile<Dot, MR, 2, false, false>(q, MR, 1, keys + (size_t)key / 16 * steps * kRowBytes,
+                multiply_tile<Dot, MR, 2, Fetch::kNone, false>(q, MR, 1, keys + (size_t)key / 16 * steps * kRowBytes,
                                                         steps * kRowBytes, steps, scores + key, kTileKeys, false);
         }
         template <int MR>
@@ -100,7 +106,7 @@ struct RegisterProducts {
         template <int MR>
         static void run(const Activation* p, const uint8_t* values, int head_dim, int num_keys, float* out) {
             for (int dim = 0; dim < head_dim; dim += 32)
-                multiply_tile<Dot, MR, 2, false, true>(p, 1, kKeySteps, values + (size_t)dim / 16 * kKeySteps * kRowBytes,
+                multiply_tile<Dot, MR, 2, Fetch::kNone, true>(p, 1, kKeySteps, values + (size_t)dim / 16 * kKeySteps * kRowBytes,
                                                        kKeySteps * kRowBytes, num_keys / kInputs, out + dim, head_dim,
                                                        false);
         }
@@ -126,9 +132,11 @@ inline void hide_branches(float* scores, int num_keys, int root, uint32_t mask) 
         if (!(mask >> j & 1u)) scores[root + j] = kNegativeInfinity;
 }
 
-// Scores of a block of rows become weights, masked for each row.
+// Scores of a block of rows become weights, masked for each row. All maxima come first: each is a chain of shuffles, and
+// the next row's need not wait for it.
 template <class Products>
 inline void softmax_block(const AttentionTask& task, const Scratch<Products>& s, const BlockTile& tile) {
+    float maxima[Products::kBlockRows];
     for (int m = 0; m < tile.num_rows; ++m) {
         const int query = (tile.first_row + m) / task.group, key = task.first_position + query;
         const int end = key + 1 - tile.first_key;
@@ -141,9 +149,11 @@ inline void softmax_block(const AttentionTask& task, const Scratch<Products>& s,
         const int start = task.window ? position - task.window + 1 - tile.first_key : 0;
         const int high = end < tile.num_keys ? end : tile.num_keys;
         const int low = start > 0 ? (start < tile.num_keys ? start : tile.num_keys) : 0;
-        softmax_row(task, s, tile.first_row + m, s.scores + m * kTileKeys, tile.num_keys, low, high,
-                    s.p + m * (kTileKeys / Products::kInputs));
+        maxima[m] = mask_row(s.scores + m * kTileKeys, tile.num_keys, low, high, task.scale * kLog2E);
     }
+    for (int m = 0; m < tile.num_rows; ++m)
+        weigh_row(task, s, tile.first_row + m, s.scores + m * kTileKeys, tile.num_keys, maxima[m],
+                  s.p + m * (kTileKeys / Products::kInputs));
 }
 
 template <class Products>

@@ -26,6 +26,18 @@ inline F vexp2(F x) {
     return vscale(vfma(p, r, vset1(1.0f)), n);
 }
 
+// The same for what is rounded to bfloat16 afterwards: the best polynomial of degree 3, relative error below 8e-5, a
+// twenty-fifth of what the rounding adds.
+inline F vexp2_for_bf16(F x) {
+    const F bounded = vmax(x, vset1(-200.0f));
+    const F n = vround(bounded);
+    const F r = vsub(bounded, n);
+    F p = vset1(0.05517166f);
+    p = vfma(p, r, vset1(0.24261112f));
+    p = vfma(p, r, vset1(0.69326099f));
+    return vscale(vfma(p, r, vset1(0.99992807f)), n);
+}
+
 // sum(x^2) in float32, the last n % kWidth values one by one.
 inline float sum_of_squares(const float* x, int n) {
     F sum0 = vzero(), sum1 = vzero();

@@ -21,6 +21,7 @@ constexpr int kVectors = kPanelOutputs / kWidth;  // vectors in one 64-byte row 
 constexpr int kStreamRows = kRegisters == 32 ? 16 : (kVectors == 2 ? 4 : 2);
 // The most rows where two panels are taken together: for many rows, where weights come from the cache.
 constexpr int kPairRows = kRegisters == 32 ? 12 : 2;
+constexpr size_t kCachedAhead = 8 * kRowBytes;  // of weights and activations that come from the second cache
 
 struct DotBf16 {
     static constexpr int kInputs = 2;  // inputs in one step
@@ -49,9 +50,13 @@ inline void prefetch_stream(const uint8_t* p) {
     }
 }
 
+// Where a tile waits for memory besides its arithmetic, so that it is fetched ahead: nowhere; weights that come from
+// memory (prefetch_stream); or weights and activations from the second cache, and sums on their way to memory.
+enum class Fetch { kNone, kStream, kCached };
+
 // a: step s of row m at a[s * step_stride + m * row_stride]. kContinue: sums start from `out`; add: they are added to it
 // at the end; else they overwrite it.
-template <class Dot, int MR, int NP, bool kStream, bool kContinue>
+template <class Dot, int MR, int NP, Fetch kFetch, bool kContinue>
 inline __attribute__((always_inline)) void multiply_tile(const typename Dot::Activation* a, size_t step_stride,
                                                          size_t row_stride, const uint8_t* w, size_t panel_stride,
                                                          int steps, float* out, size_t out_stride, bool add) {
@@ -60,12 +65,18 @@ inline __attribute__((always_inline)) void multiply_tile(const typename Dot::Act
     for (int m = 0; m < MR; ++m)
         for (int j = 0; j < kColumns; ++j)
             acc[m][j] = kContinue ? vload(out + m * out_stride + j * kWidth) : vzero();
+    if constexpr (kFetch == Fetch::kCached)
+        for (int m = 0; m < MR; ++m)
+            for (int p = 0; p < NP; ++p) __builtin_prefetch(out + m * out_stride + p * kPanelOutputs, 1, 3);
     for (int s = 0; s < steps; ++s) {
+        if constexpr (kFetch == Fetch::kCached) __builtin_prefetch((const uint8_t*)(a + s * step_stride) + kCachedAhead, 0, 3);
         typename Dot::Weights row[kColumns];
         for (int p = 0; p < NP; ++p) {
             for (int v = 0; v < kVectors; ++v)
                 row[p * kVectors + v] = Dot::load(w + p * panel_stride + s * kRowBytes + v * kWidth * 4);
-            if (kStream) prefetch_stream<MR>(w + p * panel_stride + s * kRowBytes);
+            if constexpr (kFetch == Fetch::kStream) prefetch_stream<MR>(w + p * panel_stride + s * kRowBytes);
+            if constexpr (kFetch == Fetch::kCached)
+                __builtin_prefetch(w + p * panel_stride + s * kRowBytes + kCachedAhead, 0, 3);
         }
 #pragma GCC unroll 16
         for (int m = 0; m < MR; ++m) {
