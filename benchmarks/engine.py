@@ -207,7 +207,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The CPU engine's decode and prefill against the machine's floors.")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--quantization", choices=("none", "int8", "int4", "gguf"), default="none")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4", "file"), default="none")
     parser.add_argument("--weight-compression", choices=("auto", "off"), default="auto", help="of bfloat16 weights")
     parser.add_argument("--isa", default="", help="instruction set of the kernels; empty: the best")
     parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 16, 32])

@@ -16,8 +16,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 def evaluate(
     model: Annotated[str, typer.Option(help="GGUF file, safetensors directory or known name")] = "",
     quantization: Annotated[
-        Literal["none", "int8", "int4", "fp8", "gguf"], typer.Option(help="weights of the candidate")
-    ] = "gguf",
+        Literal["none", "int8", "int4", "fp8", "file"], typer.Option(help="weights of the candidate")
+    ] = "file",
     kv_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="keys and values of the candidate")] = "auto",
     dtype: Annotated[Dtype, typer.Option(help="in which the candidate computes")] = "auto",
     against: Annotated[Dtype, typer.Option(help="in which the reference computes, weights as they are")] = "auto",

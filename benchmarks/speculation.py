@@ -259,7 +259,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-drafts", type=int, default=8)
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--quantization", choices=("none", "int8", "int4", "gguf"), default="none")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4", "file"), default="none")
     parser.add_argument("--max-s", type=float, default=1e9, help="no further prompts after that")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args(arguments)

@@ -39,8 +39,8 @@ class EngineSettings(BaseModel):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     backend: Literal["auto", "torch", "native", "triton"] = "auto"
-    quantization: Literal["none", "int8", "int4", "fp8", "gguf"] = Field(
-        default="none", description="weights: `gguf` keeps the file's own 4-bit or 8-bit blocks; fp8 needs a GPU"
+    quantization: Literal["none", "int8", "int4", "fp8", "file"] = Field(
+        default="none", description="weights: `file` keeps the file's own 4-bit or 8-bit blocks; fp8 needs a GPU"
     )
     kv_dtype: Literal["auto", "fp8"] = Field(
         default="auto", description="auto: as the model computes; fp8: e4m3 with a scale for each token and head"

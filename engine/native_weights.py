@@ -5,7 +5,7 @@
                   `auto` and the instruction set decodes that on the way (BF16_COMPRESSED)
     int8          Q8_0: bytes, one scale for each 32 inputs
     int4          Q4_1: 4 bits, scale and minimum for each 32 inputs; embedding and output head in Q8_0
-    gguf          the file's own Q4_0, Q4_1 or Q8_0 blocks, value for value; other types in the compute dtype
+    file          the file's own Q4_0, Q4_1 or Q8_0 blocks, value for value; other types in the compute dtype
 
 Names are those of Hugging Face checkpoints. Reading files is the source's business.
 """
@@ -26,7 +26,7 @@ from engine.model_config import ModelConfig
 from engine.native_library import NumberFormat, TensorKind
 from engine.weights.weight_source import WeightSource
 
-Quantization = Literal["none", "int8", "int4", "gguf"]
+Quantization = Literal["none", "int8", "int4", "file"]
 WeightCompression = Literal["auto", "off"]
 
 BLOCK_INPUTS = 32
@@ -99,7 +99,7 @@ class WeightLoader:
 
     def _load_matrix(self, layer: int, parts: list[tuple[TensorKind, str]], kept: NumberFormat) -> None:
         """Loads the tensors that make one matrix of the library: as blocks of the file where all are of one type."""
-        blocks = [self._weights.raw_blocks(name) for _, name in parts] if self._quantization == "gguf" else []
+        blocks = [self._weights.raw_blocks(name) for _, name in parts] if self._quantization == "file" else []
         kinds = {block.kind if block is not None else "" for block in blocks}
         block_format = NumberFormat.__members__.get(kinds.pop()) if len(kinds) == 1 else None
         if block_format in _BLOCK_BYTES:

@@ -37,8 +37,9 @@ from router.prefix_index import PrefixIndex
 CONFIDENCE_KEPT = 0.9  # of the old value, for each request
 LOW_CONFIDENCE = 0.3
 RESYNC_AFTER_REQUESTS = 20
-# A worker that was sent prompts for so long and told of no block publishes nothing.
-SILENT_AFTER_S = 10.0
+# A worker that was sent prompts for so long and told of no block publishes nothing. A slow device may compute tens of
+# seconds before its first block.
+SILENT_AFTER_S = 60.0
 UNSEEN_HITS_ALERT = 20  # in a row: the worker finds what the index never knew of
 
 _OPS = {

@@ -22,8 +22,8 @@ Dtype = Annotated[
 ]
 Backend = Annotated[Literal["auto", "torch", "native", "triton"] | None, typer.Option(help="who computes")]
 Quantization = Annotated[
-    Literal["none", "int8", "int4", "fp8", "gguf"] | None,
-    typer.Option(help="weights; gguf keeps the file's own blocks"),
+    Literal["none", "int8", "int4", "fp8", "file"] | None,
+    typer.Option(help="weights; file keeps the file's own blocks"),
 ]
 KvDtype = Annotated[
     Literal["auto", "fp8"] | None, typer.Option(help="KV as the model computes, or e4m3 with scales (torch and triton)")

@@ -200,7 +200,7 @@ def test_status_and_generate_ask_the_running_cluster(shared: RunningCluster) -> 
         ).stdout
         for arguments in (("status",), ("status", "--json"), ("generate", "Say hello.", "--max-tokens", "8"))
     )  # fmt: skip
-    assert "1 decode + 1 prefill" in shown
+    assert "1 prefill + 1 decode" in shown
     assert {worker["worker_id"] for worker in json.loads(as_json)["workers"]} == {"prefill-0", "decode-0"}
     assert answer.strip()
 

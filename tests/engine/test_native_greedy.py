@@ -84,7 +84,7 @@ def test_bfloat16_differs_only_at_near_ties(weights: WeightSource, references: l
     sys.stdout.write(f"{isa}: {int(differs.sum())} of {differs.numel()} tokens differ\n")
 
 
-@pytest.mark.parametrize(("quantization", "agreement"), [("gguf", 0.9), ("int8", 0.9), ("int4", 0.9)])
+@pytest.mark.parametrize(("quantization", "agreement"), [("file", 0.9), ("int8", 0.9), ("int4", 0.9)])
 def test_quantized_weights_choose_nearly_the_same_tokens(
     weights: WeightSource, references: list[dict[str, Any]], quantization: Quantization, agreement: float
 ) -> None:
@@ -95,5 +95,5 @@ def test_quantized_weights_choose_nearly_the_same_tokens(
     share = float((chosen == expected).float().mean())
     sys.stdout.write(f"{quantization}: {share:.4f} of the tokens agree\n")
     assert share > agreement
-    formats = {"gguf": {"Q4_1": 120, "Q8_0": 1}, "int8": {"Q8_0": 121}, "int4": {"Q4_1": 120, "Q8_0": 1}}
+    formats = {"file": {"Q4_1": 120, "Q8_0": 1}, "int8": {"Q8_0": 121}, "int4": {"Q4_1": 120, "Q8_0": 1}}
     assert runner.status()["weight_formats"] == formats[quantization]

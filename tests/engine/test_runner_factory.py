@@ -108,7 +108,7 @@ def test_a_quantised_checkpoint_runs_as_its_values_and_as_its_own_blocks(tmp_pat
     blocks, values, plain = (
         build_runner(settings(tmp_path / name, dtype="float32", **options))
         for name, options in (
-            ("awq", {"quantization": "gguf", "backend": "native"}),
+            ("awq", {"quantization": "file", "backend": "native"}),
             ("awq", {"backend": "torch"}),
             ("plain", {"backend": "torch"}),
         )
@@ -151,11 +151,11 @@ def test_auto_without_native_falls_back_to_torch_and_says_why(
     [
         ({"backend": "native"}, "not built"),
         ({"quantization": "int8"}, "not built"),
-        ({"backend": "triton", "quantization": "gguf"}, "keeps weights as"),
+        ({"backend": "triton", "quantization": "file"}, "keeps weights as"),
         ({"backend": "native", "kv_dtype": "fp8"}, "kv_dtype fp8 needs backend torch or triton"),
         ({"backend": "triton", "transports": ("shm", "nixl")}, "nixl writes into the KV pool by its address"),
         ({"quantization": "fp8"}, "needs backend triton"),
-        ({"backend": "torch", "quantization": "gguf"}, "needs backend native"),
+        ({"backend": "torch", "quantization": "file"}, "needs backend native"),
         ({"dtype": "float16"}, "needs a GPU"),
         ({"max_model_len": 513}, "beyond the model's own 512"),
         ({"num_kv_blocks": 0, "kv_cache_bytes": 100}, "hold no KV block"),

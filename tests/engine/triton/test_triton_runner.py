@@ -172,4 +172,4 @@ def test_without_a_gpu_the_backend_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(StartupError, match="needs a GPU"):
         triton_device("none")
     with pytest.raises(StartupError, match="keeps weights as"):
-        triton_device("gguf")
+        triton_device("file")
