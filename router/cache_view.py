@@ -37,9 +37,8 @@ from router.prefix_index import PrefixIndex
 CONFIDENCE_KEPT = 0.9  # of the old value, for each request
 LOW_CONFIDENCE = 0.3
 RESYNC_AFTER_REQUESTS = 20
-# A worker that was sent prompts for so long and told of no block publishes nothing. A slow device may compute tens of
-# seconds before its first block.
-SILENT_AFTER_S = 60.0
+# A worker that has answered a prompt of whole blocks so long ago and told of none publishes nothing.
+SILENT_AFTER_S = 10.0
 UNSEEN_HITS_ALERT = 20  # in a row: the worker finds what the index never knew of
 
 _OPS = {
@@ -83,7 +82,8 @@ class _Belief:
     confidence: float = 1.0
     num_low: int = 0  # requests in a row
     num_events: int = 0
-    first_chosen_s: float | None = None
+    was_sent_blocks: bool = False
+    first_answered_s: float | None = None  # a prompt of whole blocks: from then on there was something to tell of
     is_silent: bool = False  # no events: what it was sent is taken for what it holds
     num_unseen: int = 0  # hits in a row that nobody predicted
     has_tiers: bool = False
@@ -199,10 +199,15 @@ class CacheView:
         belief = self._beliefs.get(worker_id)
         if belief is None:
             return
-        if belief.first_chosen_s is None and hashes:
-            belief.first_chosen_s = now_s
+        belief.was_sent_blocks = belief.was_sent_blocks or bool(hashes)
         if belief.is_silent:
             self._index.stored(worker_id, hashes)
+
+    def answered(self, worker_id: WorkerId) -> None:
+        """A request that was placed there has its first token, so the worker holds the prompt's KV."""
+        belief = self._beliefs.get(worker_id)
+        if belief is not None and belief.was_sent_blocks and belief.first_answered_s is None:
+            belief.first_answered_s = self._clock()
 
     def observed(self, worker_id: WorkerId, predicted_tokens: int, reported_tokens: int) -> None:
         """What a worker found in its cache, against what it was believed to hold."""
@@ -230,9 +235,9 @@ class CacheView:
             )
 
     def _notice_silence(self, worker_id: WorkerId, belief: _Belief, now_s: float) -> None:
-        if belief.is_silent or belief.first_chosen_s is None:
+        if belief.is_silent or belief.first_answered_s is None:
             return
-        if now_s - belief.first_chosen_s >= SILENT_AFTER_S:
+        if now_s - belief.first_answered_s >= SILENT_AFTER_S:
             belief.is_silent = True
             _log.error("a worker publishes no KV events: its cache is guessed", extra={"peer": worker_id})
 

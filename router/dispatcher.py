@@ -120,6 +120,8 @@ class Dispatcher:
         self._note_outcome(placement, is_prefill_as_placed=was_as_placed)
         if self.cache_view is not None and was_as_placed:
             self.cache_view.observed(computing.worker_id, placement.expected_cached_tokens, event.cached_tokens)
+            for worker in (placement.decode, *placement.prefill[:1]):
+                self.cache_view.answered(worker.worker_id)
         if self._timing is not None:
             uncached = event.prompt_tokens - event.cached_tokens
             self._timing.observe_prefill(uncached, event.cached_tokens, timeline.prefill_compute_us / 1e3)

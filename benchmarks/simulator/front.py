@@ -129,6 +129,8 @@ class Front:
         """The first token came: what was measured refines what will be predicted."""
         computing = placement.prefill[0] if placement.prefill else placement.decode
         self.view.observed(computing.worker_id, placement.expected_cached_tokens, num_cached)
+        for state in (placement.decode, *placement.prefill[:1]):
+            self.view.answered(state.worker_id)
         self._timing.observe_prefill(num_prompt - num_cached, num_cached, compute_ms)
 
     def uncached_tokens(self, hashes: Sequence[BlockHash], num_tokens: int) -> int:
