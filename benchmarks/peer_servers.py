@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.cluster_under_test import ClusterError
 from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient
+from cluster.free_port import free_port
 
 # vLLM compiles for about two minutes at its first start.
 READY_TIMEOUT_S = 300.0
@@ -136,12 +136,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             continue
         return
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tail(log_path: Path, num_chars: int = 500) -> str:

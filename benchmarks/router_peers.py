@@ -38,12 +38,13 @@ import psutil
 from benchmarks.cluster_under_test import started_cluster
 from benchmarks.mock_server import BLOCK_TOKENS
 from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient, StreamCapture
-from benchmarks.peer_servers import PeerServer, free_port, started_peer
+from benchmarks.peer_servers import PeerServer, started_peer
 from benchmarks.routed_run import RoutedRun, imbalance, run_workload
 from benchmarks.routing_workloads import Traffic, documents, single_token_words
 from benchmarks.workload import ChatMessage, PlannedRequest
 from cluster.block_hash import HashScope
 from cluster.chat_template import ChatTemplate
+from cluster.free_port import free_port
 from cluster.identity import BlockHash
 from cluster.model_files import DEFAULT_MODEL, resolve_model, served_name
 from cluster.tokenizer import load_tokenizer

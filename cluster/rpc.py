@@ -7,7 +7,6 @@ channel = open_channel(target, security)
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -85,14 +84,6 @@ def open_channel(target: str, security: RpcSecurity) -> grpc.aio.Channel:
         options = [*_CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
         channel = grpc.aio.secure_channel(target, security.tls.channel_credentials(), options=options)
     return _TokenChannel(channel, security.token)
-
-
-def free_loopback_port() -> int:
-    """A port that was free a moment ago, for a process that must be told one."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _check_unix_path(path: str) -> None:

@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from cluster.errors import StartupError
+from cluster.free_port import free_port
 from cluster.python_modules import module_environment
-from cluster.rpc import free_loopback_port
 from cluster.rpc_security import new_secret, write_secret
 from deploy.config import ClusterConfig
 from deploy.runtime_dir import default_base, make_private, new_run
@@ -205,7 +205,7 @@ def _start_head() -> None:
     make_private(base)
     token_file = base / "ray.token"
     write_secret(token_file, new_secret())
-    port = free_loopback_port()
+    port = free_port()
     log = base / "ray-head.log"
     command = [
         sys.executable, "-c", "from ray.scripts.scripts import main; main()",

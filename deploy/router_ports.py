@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cluster.errors import StartupError
+from cluster.free_port import free_port, probe_port
 from cluster.rpc_security import write_secret
 from deploy.config import RouterConfig
 
@@ -33,16 +33,10 @@ def claim_ports(router: RouterConfig, runtime_dir: Path) -> RouterPorts:
 
 def claim_port(host: str, port: int, flag: str) -> int:
     """The port, free at this moment; for 0 any free one. Raises `StartupError` when it is busy or not ours to take."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As servers do: a port with only closed connections in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise StartupError(
-                f"cannot listen on {host}:{port} ({reason.lower()}): stop what uses it, or choose another with --{flag}"
-            ) from None
-        claimed: int = probe.getsockname()[1]
-        return claimed
+    try:
+        return probe_port(host, port) if port else free_port(host)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StartupError(
+            f"cannot listen on {host}:{port} ({reason.lower()}): stop what uses it, or choose another with --{flag}"
+        ) from None

@@ -23,7 +23,8 @@ from cluster.errors import (
     StartupError,
     WorkerUnavailable,
 )
-from cluster.rpc import MAX_MESSAGE_BYTES, bind, build_server, free_loopback_port, open_channel
+from cluster.free_port import free_port
+from cluster.rpc import MAX_MESSAGE_BYTES, bind, build_server, open_channel
 from cluster.rpc_errors import from_rpc_error
 from cluster.rpc_security import RpcSecurity, TlsFiles, new_secret, write_secret
 from cluster.worker_settings import WorkerSettings
@@ -251,7 +252,7 @@ def make_certificates(directory: Path, *addresses: str) -> TlsFiles:
 
 
 def test_free_port_can_be_listened_on() -> None:
-    with socket.create_server(("127.0.0.1", free_loopback_port())):
+    with socket.create_server(("127.0.0.1", free_port())):
         pass
 
 

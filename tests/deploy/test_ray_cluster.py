@@ -28,7 +28,7 @@ import pytest
 from tandem.v1 import inference_pb2
 
 from cluster.embedded_redis import prepare_embedded_redis
-from cluster.rpc import free_loopback_port
+from cluster.free_port import free_port
 from deploy.cluster_secrets import create_secrets
 from tests.integration.conftest import REPOSITORY, tandem_command, tandem_environment
 from tests.integration.grpc_client import generate_tokens
@@ -121,7 +121,7 @@ def test_nodes_with_addresses_of_their_own_serve_under_tls_and_a_dead_controller
 ) -> None:
     config = ray_cluster.folder / "nodes.yaml"
     secrets = ray_cluster.folder / "secrets"
-    config.write_text(_nodes_file(default_model_path, secrets, redis, free_loopback_port()))
+    config.write_text(_nodes_file(default_model_path, secrets, redis, free_port()))
     printed = ray_cluster.tandem("up", str(config), "--address", ray_cluster.address)
     try:
         grpc_address = re.findall(r"(127\.0\.0\.1:\d+) \(gRPC\)", printed)[0]
@@ -281,7 +281,7 @@ def _no_secret_lies_in_ray(cluster: RayCluster, files: list[Path]) -> None:
 def _nodes_file(model: Path, secrets: Path, redis_url: str, port: int) -> str:
     return (
         f"model: {model}\nengine: mock\nprefill: {{workers: 1}}\ndecode: {{workers: 1}}\ntransports: [tcp]\n"
-        f"router: {{port: {port}, grpc_port: {free_loopback_port()}, prefill_fallback: deny}}\ndrain_timeout_s: 1\n"
+        f"router: {{port: {port}, grpc_port: {free_port()}, prefill_fallback: deny}}\ndrain_timeout_s: 1\n"
         f"redis: {{url: {redis_url!r}}}\n"
         f"ray: {{name: nodes, secrets_dir: {secrets}, prefill_resources: {{slot: 1}}, decode_resources: {{slot: 1}}}}\n"
     )
@@ -293,7 +293,7 @@ def redis(ray_cluster: RayCluster) -> Iterator[str]:
     secrets = create_secrets(ray_cluster.folder / "secrets")
     embedded = prepare_embedded_redis(ray_cluster.folder)
     password = secrets.redis_password_file.read_text().strip()
-    port = free_loopback_port()
+    port = free_port()
     server = [embedded.command[0], "--port", str(port), "--bind", "127.0.0.1", "--requirepass", password, "--save", ""]
     with subprocess.Popen(server, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         yield f"redis://127.0.0.1:{port}/0"

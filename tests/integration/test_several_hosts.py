@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from cluster.embedded_redis import EmbeddedRedis, prepare_embedded_redis
+from cluster.free_port import free_port
 from cluster.router_settings import RouterSettings
-from cluster.rpc import free_loopback_port
 from cluster.rpc_security import TlsFiles, new_secret, write_secret
 from cluster.settings_flags import settings_to_arguments
 from cluster.worker_settings import WorkerSettings
@@ -68,8 +68,8 @@ class Hosts:
         """Its URL and its gRPC address."""
         settings = RouterSettings(
             model=str(self._model),
-            http_port=free_loopback_port(),
-            grpc_port=free_loopback_port(),
+            http_port=free_port(),
+            grpc_port=free_port(),
             runtime_dir=self.folder,
             redis_url=self._redis.url,
             redis_password_file=self._redis.password_file,

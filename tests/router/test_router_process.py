@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.free_port import free_port
 from cluster.rpc_security import write_secret
 
 ROOT = Path(__file__).parents[2]
@@ -34,13 +35,6 @@ def flags(tmp_path: Path, default_model_path: Path) -> list[str]:
         f"--cluster-token-file={tmp_path / 'token'}",
         f"--redis-url=unix://{tmp_path / 'no-redis.sock'}",
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _one_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -75,13 +69,13 @@ def test_busy_grpc_port_is_one_line_and_exit_status_2(flags: list[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        line = _one_line(_run(*flags, f"--http-port={_free_port()}", f"--grpc-port={taken.getsockname()[1]}"))
+        line = _one_line(_run(*flags, f"--http-port={free_port()}", f"--grpc-port={taken.getsockname()[1]}"))
     assert "--grpc-port" in line
 
 
 @pytest.mark.model
 def test_open_address_without_keys_is_refused_with_the_command_that_makes_a_key(flags: list[str]) -> None:
-    line = _one_line(_run(*flags, "--http-host=0.0.0.0", f"--http-port={_free_port()}"))
+    line = _one_line(_run(*flags, "--http-host=0.0.0.0", f"--http-port={free_port()}"))
     assert "tandem key create" in line
 
 
@@ -92,7 +86,7 @@ def test_missing_model_is_one_line(tmp_path: Path) -> None:
             f"--model={tmp_path / 'nothing.gguf'}",
             f"--runtime-dir={tmp_path}",
             f"--cluster-token-file={tmp_path / 'token'}",
-            f"--http-port={_free_port()}",
+            f"--http-port={free_port()}",
         )
     )
     assert "nothing.gguf" in line
@@ -100,8 +94,8 @@ def test_missing_model_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_f08_without_workers_and_redis_it_lives_is_not_ready_and_ends_on_sigterm(flags: list[str]) -> None:
-    port = _free_port()
-    command = [sys.executable, "-m", "router", *flags, f"--http-port={port}", f"--grpc-port={_free_port()}"]
+    port = free_port()
+    command = [sys.executable, "-m", "router", *flags, f"--http-port={port}", f"--grpc-port={free_port()}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment(), cwd=ROOT)
     try:
         assert process.stderr is not None
