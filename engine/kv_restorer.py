@@ -102,6 +102,8 @@ class KvRestorer:
             self._queue.put_nowait(None)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.error("the thread that restores prefixes did not stop", extra={"timeout_s": timeout_s})
         while True:
             try:
                 restore = self._queue.get_nowait()

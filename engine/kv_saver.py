@@ -53,6 +53,8 @@ class KvSaver:
         self._wanted.set()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.error("the thread that saves KV blocks did not stop", extra={"timeout_s": timeout_s})
 
     def _run(self) -> None:
         while True:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.kv_memory import KvMemory
+from engine.kv_memory import KvMemory, layout_of
+from engine.model_loader import open_weights
 from engine.step import LayerCallback, ModelRunner, StepInput, StepOutput
+from engine.torch_runner import TorchRunner
 
 
 @dataclass
@@ -105,3 +108,12 @@ def greedy_tokens(
             sequence.token_ids.append(token)
             tokens.append(token)
     return generated
+
+
+def tokens_of_one_process(model: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """`count` greedy tokens of each prompt by the reference in float32, without workers."""
+    weights = open_weights(model)
+    memory = KvMemory(layout_of(weights.config, "float32", 16), 64)
+    tokens = greedy_tokens(TorchRunner(weights, memory), BlockDealer(memory), prompts, count)
+    weights.close()
+    return tokens

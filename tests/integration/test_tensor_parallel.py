@@ -24,11 +24,8 @@ from deploy.process_spec import ProcessSpec, Stage
 from deploy.restart_policy import RestartLimits
 from deploy.supervised_process import ProcessState
 from deploy.supervisor import Supervisor
-from engine.kv_memory import KvMemory, layout_of
-from engine.model_loader import open_weights
 from engine.tensor_parallel.followers import EXIT_RANK_LOST
-from engine.torch_runner import TorchRunner
-from tests.engine.steps import BlockDealer, greedy_tokens
+from tests.engine.steps import tokens_of_one_process
 from tests.engine.tiny_models import VOCAB, random_model, save_safetensors
 from tests.integration.worker_processes import SECURITY, Router, all_blocks_are_back, fleet_in
 
@@ -45,14 +42,6 @@ RESTART_TIMEOUT_S = 120.0
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return save_safetensors(random_model("llama"), tmp_path / "model")
-
-
-def tokens_of_one_process(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    weights = open_weights(model)
-    memory = KvMemory(layout_of(weights.config, "float32", 16), 64)
-    tokens = greedy_tokens(TorchRunner(weights, memory), BlockDealer(memory), prompts, NUM_TOKENS)
-    weights.close()
-    return tokens
 
 
 async def rank_pids(address: str) -> list[int]:
@@ -81,7 +70,7 @@ async def test_workers_of_two_processes_and_of_one_hand_over_to_each_other(model
     """And one whose rank is killed ends at once, with all its ranks."""
     draw = np.random.default_rng(1)
     prompts = [draw.integers(2, VOCAB, length).tolist() for length in PROMPT_LENGTHS]
-    expected = tokens_of_one_process(model, prompts)
+    expected = tokens_of_one_process(model, prompts, NUM_TOKENS)
     async with fleet_in(tmp_path, model) as fleet:
         options = {"backend": "torch", "num_kv_blocks": 32}
         prefill_of_two, decode_of_one = await asyncio.gather(

@@ -13,10 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from engine.kv_memory import KvMemory, layout_of
-from engine.model_loader import open_weights
-from engine.torch_runner import TorchRunner
-from tests.engine.steps import BlockDealer, greedy_tokens
+from tests.engine.steps import tokens_of_one_process
 from tests.engine.tiny_models import VOCAB, random_model, save_safetensors
 from tests.integration.worker_processes import Router, all_blocks_are_back, fleet_in
 
@@ -27,22 +24,13 @@ PROMPT_LENGTHS = (1, 18)
 BACK_TIMEOUT_S = 30.0
 
 
-def tokens_of_one_process(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """By the reference."""
-    weights = open_weights(model)
-    memory = KvMemory(layout_of(weights.config, "float32", 16), 64)
-    tokens = greedy_tokens(TorchRunner(weights, memory), BlockDealer(memory), prompts, NUM_TOKENS)
-    weights.close()
-    return tokens
-
-
 async def test_tokens_through_two_workers_equal_one_process(tmp_path: Path) -> None:
     model = save_safetensors(
         random_model("llama", num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1), tmp_path / "model"
     )
     draw = np.random.default_rng(1)
     prompts = [draw.integers(2, VOCAB, length).tolist() for length in PROMPT_LENGTHS]
-    expected = tokens_of_one_process(model, prompts)
+    expected = tokens_of_one_process(model, prompts, NUM_TOKENS)
     async with fleet_in(tmp_path, model) as fleet:
         options = {"backend": "triton", "num_kv_blocks": 32}
         prefill, decode = await asyncio.gather(
