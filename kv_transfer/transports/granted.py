@@ -330,7 +330,8 @@ class GrantedSender:
         if int(places[:, 1].min()) < 0 or int(places[:, 1].sum()) != ticket.header.num_bytes:
             raise BadFrame("the granted places do not fit the frame")
         self._throttle.pass_through(ticket.header.num_bytes)
-        sources = cut_to(ticket.payload, places[:, 1].tolist())
+        # Kept until it is written: a piece across two runs is a copy that nobody else holds.
+        ticket.payload = sources = cut_to(ticket.payload, places[:, 1].tolist())
         self._granted[number] = ticket
         self._unwritten.add(number)
         self._unjudged.add(number)

@@ -4,6 +4,9 @@ Each connection has an agent on both sides, so that its end is the end of what i
 notification carries the number of its grant. A handle is released only once its write is done. NIXL's own progress
 thread would keep a core busy: both sides poll, and only while something is outstanding.
 
+What an agent has registered never overlaps: NIXL looks up the last region that begins before an address and no other,
+so that one within the pool would hide the rest of it (`NIXL_ERR_NOT_FOUND`).
+
 Needs `pip install --no-deps nixl-cu12` (with its dependencies it would replace torch by a CUDA build); no GPU.
 """
 
@@ -18,22 +21,28 @@ import secrets
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from cluster.byte_runs import address_of
+from cluster.byte_runs import address_of, addresses_of, sizes_of
 from cluster.errors import KvTransferFailed
 from kv_transfer.transport import FrameSink
 from kv_transfer.transports.connection_gate import ConnectionGate
 from kv_transfer.transports.granted import GrantedReceiver, GrantedSender, Place
+from kv_transfer.transports.probing_sink import PROBE_BYTES
 
 NAME = "nixl"
 INSTALL = "pip install --no-deps 'nixl-cu12>=1.0'"
 MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 BACKEND = "UCX"
+# What is not in the pool goes through buffers of at least this size: that of the largest usual frame.
+STAGING_BYTES = PROBE_BYTES
 _NUMBER = struct.Struct("<I")
 _FAILED, _DONE = "ERR", "DONE"
+
+Descriptors: TypeAlias = npt.NDArray[np.uint64]
 
 
 class PoolMemory(Protocol):
@@ -62,7 +71,7 @@ def nixl_receiver(host: str, gate: ConnectionGate, sink: FrameSink, memory: Pool
 def nixl_sender(
     address: str, nonce: bytes, throttle_bytes_per_s: int = 0, memory: PoolMemory | None = None
 ) -> GrantedSender:
-    """A prefill worker's connection. What is sent from outside `memory` is registered frame by frame.
+    """A prefill worker's connection. What is sent from outside `memory` is copied into registered memory first.
 
     Raises `KvTransferFailed`.
     """
@@ -115,16 +124,16 @@ class NixlWriting:
         with _errors():
             self._agent = _open_agent(host)
             self._remote = self._agent.add_remote_agent(introduction)
+            self._staging = _Staging(self._agent)
             self._pool = (memory.address, memory.address + memory.size_bytes) if memory is not None else (0, 0)
             if memory is not None:
                 self._agent.register_memory([(memory.address, memory.size_bytes, 0, "")], "DRAM")
-        self._writes: dict[int, tuple[Any, Any]] = {}  # handle; what was registered for this write alone
+        self._writes: dict[int, tuple[Any, memoryview | None]] = {}  # handle; what was staged for it
 
     def write(self, number: int, sources: Sequence[memoryview], places: Sequence[Place]) -> None:
-        here = np.array([(address_of(run), run.nbytes, 0) for run in sources], np.uint64)
-        there = np.array([(place.address, place.num_bytes, 0) for place in places], np.uint64)
         with _errors():
-            registered = None if self._is_in_pool(here) else self._agent.register_memory(here, "DRAM")
+            here, staged = self._descriptors(sources)
+            there = np.array([(place.address, place.num_bytes, 0) for place in places], np.uint64)
             handle = self._agent.initialize_xfer(
                 "WRITE",
                 self._agent.get_xfer_descs(here, "DRAM"),
@@ -132,21 +141,21 @@ class NixlWriting:
                 self._remote,
                 _NUMBER.pack(number),
             )
-            self._writes[number] = handle, registered
+            self._writes[number] = handle, staged
             if self._agent.transfer(handle) == _FAILED:
                 raise ConnectionError("a write was not taken")
 
     def written(self) -> list[int]:
         done = []
         with _errors():
-            for number, (handle, registered) in list(self._writes.items()):
+            for number, (handle, staged) in list(self._writes.items()):
                 state = self._agent.check_xfer_state(handle)
                 if state == _FAILED:
                     raise ConnectionError("a write failed")
                 if state == _DONE:
                     handle.release()
-                    if registered is not None:
-                        self._agent.deregister_memory(registered)
+                    if staged is not None:
+                        self._staging.give_back(staged)
                     del self._writes[number]
                     done.append(number)
         return done
@@ -156,12 +165,47 @@ class NixlWriting:
         if self._agent is not None:
             with suppress(OSError), _errors():
                 self._agent.remove_remote_agent(self._remote)
+            self._staging.close()
         self._writes.clear()
         self._agent = None
 
-    def _is_in_pool(self, descriptors: np.ndarray) -> bool:
-        starts, sizes = descriptors[:, 0], descriptors[:, 1]
-        return bool((starts >= self._pool[0]).all() and (starts + sizes <= self._pool[1]).all())
+    def _descriptors(self, sources: Sequence[memoryview]) -> tuple[Descriptors, memoryview | None]:
+        """Address, bytes and device of each run, and the buffer that now holds those from outside the pool."""
+        starts, sizes = addresses_of(sources), sizes_of(sources)
+        outside = np.flatnonzero((starts < self._pool[0]) | (starts + sizes > self._pool[1])).tolist()
+        staged = None
+        if outside:
+            staged = self._staging.take(int(sizes[outside].sum()))
+            ends = np.cumsum(sizes[outside]).tolist()
+            for index, start, end in zip(outside, (0, *ends[:-1]), ends, strict=True):
+                staged[start:end] = sources[index].cast("B")
+            starts[outside] = address_of(staged) + np.array([0, *ends[:-1]])
+        return np.stack((starts, sizes, np.zeros_like(starts)), axis=1).astype(np.uint64), staged
+
+
+class _Staging:
+    """Registered memory for what is sent from outside the pool: one buffer for each write, as many as are outstanding
+    at once. They stay registered, for a registration costs more than a copy."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        self._free: list[memoryview] = []
+
+    def take(self, num_bytes: int) -> memoryview:
+        """A buffer of at least so many bytes; give it back once the write is done."""
+        for index, buffer in enumerate(self._free):
+            if buffer.nbytes >= num_bytes:
+                return self._free.pop(index)
+        buffer = memoryview(bytearray(max(STAGING_BYTES, num_bytes)))
+        self._agent.register_memory([(address_of(buffer), buffer.nbytes, 0, "")], "DRAM")
+        return buffer
+
+    def give_back(self, buffer: memoryview) -> None:
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        self._free.clear()
+        self._agent = None
 
 
 def _module_name() -> str | None:

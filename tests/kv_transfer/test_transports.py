@@ -25,7 +25,7 @@ from kv_transfer.landing_table import LandingTable
 from kv_transfer.link_choice import LinkWishes, connect_best
 from kv_transfer.link_probe import measure_link
 from kv_transfer.transport import FrameHeader, Sender, SendTicket
-from kv_transfer.transports.registry import SENDERS
+from kv_transfer.transports.registry import SENDERS, connect
 from tests.kv_transfer.all_transports import NETWORK_TRANSPORTS, TRANSPORTS, needs_library
 from tests.kv_transfer.oracle import LAYOUT, Link, assert_holds, make_pools, refs, wait_until, write_layer
 
@@ -171,6 +171,32 @@ def test_many_transfers_share_a_connection(rig: Rig) -> None:
         arrived_id = TransferId(transfer.to_bytes(16, "big"))
         wait_until(partial(is_complete, rig.table, arrived_id), "arrived")
         assert_holds(rig.target, blocks, transfer)
+
+
+def test_kv52_blocks_that_lie_together_on_one_side_only_arrive_in_their_place(rig: Rig) -> None:
+    """Whole blocks in runs that the two sides cut differently, many at once and from all over a registered pool."""
+    rig.source._array[:] = np.random.default_rng(3).integers(0, 256, rig.source.size_bytes, np.uint8)
+    (offer,) = rig.ends.offers()
+    sender = connect(rig.transport, offer.address, rig.nonce, 0, rig.source)
+    frames = []
+    for number in range(12):
+        source = (5 * number, 5 * number + 1, (5 * number + 17) % 64)  # two together, then one
+        target = (number, 16 + 2 * number, 17 + 2 * number)  # one, then two together
+        key = TransferId((100 + number).to_bytes(16, "big"))
+        rig.table.open(key, 1, refs(*target), 0, lambda *_: None)
+        payload = rig.source.runs(source, 0, LAYOUT.num_layers)
+        num_bytes, digest = 3 * LAYOUT.block_bytes, digest_of(payload)
+        sender.push(FrameHeader(key, 1, 0, 0, 0, LAYOUT.num_layers, 0, 3, num_bytes, digest), payload)
+        frames.append((key, source, target))
+
+    def have_all_arrived() -> bool:
+        sender.poll()
+        return all(is_complete(rig.table, key) for key, *_ in frames)
+
+    wait_until(have_all_arrived, "arrived")
+    for _, source, target in frames:
+        np.testing.assert_array_equal(rig.target.save_blocks(target), rig.source.save_blocks(source))
+    sender.close()
 
 
 def frame(
