@@ -29,8 +29,8 @@ from deploy.supervisor import Supervisor
 
 # Logs of failed runs that are kept for a look.
 MAX_KEPT_LOGS = 10
-# The router reads membership twice a second and then connects.
-COMPLETE_TIMEOUT_S = 10.0
+# The router reads membership twice a second and then connects: a second, or many of them on a machine that is busy.
+COMPLETE_TIMEOUT_S = 60.0
 COMPLETE_POLL_S = 0.05
 
 
@@ -127,7 +127,7 @@ def processes_of(config: ClusterConfig, plan: ClusterPlan, running: frozenset[st
 async def _start(supervisor: Supervisor, plan: ClusterPlan, signals: StopSignals) -> None:
     async def start() -> None:
         await supervisor.start()
-        await _wait_until_complete(plan)
+        await first_of(_wait_until_complete(plan), _raise_failure(supervisor))
 
     await first_of(start(), _asked_to_stop(signals))
 

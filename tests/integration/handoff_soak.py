@@ -12,7 +12,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from pathlib import Path
 import psutil
 from tandem.v1 import common_pb2
 
+from cluster.free_port import free_port
 from tests.integration.mock_tokens import VOCAB_SIZE, expected_tokens
 from tests.integration.oracle_worker import cue_path, wrong_path
 from tests.integration.worker_processes import Answer, Router, WorkerFleet, WorkerProcess, all_blocks_are_back
@@ -34,7 +34,7 @@ PROMPT_TOKENS = 600
 CANCELLED_TOKENS = 4 * PROMPT_TOKENS  # the cancel must come before the last byte, on a busy machine too
 LINK_BYTES_PER_S = 1_000_000
 BYTES_OF_A_TOKEN = 128
-BACK_TIMEOUT_S = 25.0  # the peer of a stopped process waits for its silence, its drain and its connection's end
+BACK_TIMEOUT_S = 60.0  # the peer of a stopped process waits for its silence, its drain and its connection's end
 SHORT_STOP_S, LONG_STOP_S = 0.5, 7.0  # below, and above what every peer waits for
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # looked at, nothing is put there
 MAX_GROWTH_BYTES = 24 * 1024 * 1024
@@ -92,11 +92,6 @@ def shared_memory_names() -> list[str]:
     return sorted(path.name for path in SHARED_MEMORY.iterdir() if "tandem" in path.name)
 
 
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
 @dataclass
 class HandoffSoak:
     """Owned by one test."""
@@ -111,7 +106,7 @@ class HandoffSoak:
     async def start(self) -> None:
         self._choose = random.Random(self.seed)
         self._shared_before = shared_memory_names()
-        self._addresses = {name: free_address() for name in ("prefill-0", "prefill-1", "decode-0")}
+        self._addresses = {name: f"127.0.0.1:{free_port()}" for name in ("prefill-0", "prefill-1", "decode-0")}
         self.victim, self.healthy, self.decode = await asyncio.gather(
             self._start("prefill-0"), self._start("prefill-1"), self._start("decode-0")
         )
@@ -139,7 +134,7 @@ class HandoffSoak:
             await router.submit(request_id, prompt, NUM_TOKENS, [self.victim, self.healthy], allow_local_prefill=True)
             if is_cancelled:
                 await self.decode.wait_for(
-                    lambda status: status.counters["kv_bytes_received"] > received, 10, "KV moves"
+                    lambda status: status.counters["kv_bytes_received"] > received, 60, "KV moves"
                 )
                 await router.cancel(request_id)
             await self._wait(lambda: not cue.exists(), f"{fault}: the state is reached")
@@ -154,7 +149,7 @@ class HandoffSoak:
             await asyncio.sleep(fault.stop_s)
             worker.process.send_signal(signal.SIGCONT)
             return
-        await asyncio.to_thread(worker.process.wait, 10)
+        await asyncio.to_thread(worker.process.wait, 60)
         await self.restart(worker)
 
     async def restart(self, worker: WorkerProcess) -> None:

@@ -87,11 +87,11 @@ def send_until(traffic: Traffic, shape: tuple[int, int, int], is_reached: Callab
 
 
 def test_rt47_f20_the_ratio_follows_the_traffic_and_no_stream_is_hurt(
-    start_cluster: Callable[..., RunningCluster], home: Path
+    start_own_cluster: Callable[..., RunningCluster], home: Path
 ) -> None:
     policy = home / "policy.yaml"
     policy.write_text(POLICY)
-    cluster = start_cluster("--engine", "mock", "--autoscale", str(policy), "--drain-timeout-s", DRAIN_TIMEOUT_S)
+    cluster = start_own_cluster("--engine", "mock", "--autoscale", str(policy), "--drain-timeout-s", DRAIN_TIMEOUT_S)
     traffic = Traffic(cluster)
     try:
         send_until(traffic, (1200, 4, 12), lambda: pools(cluster) == (2, 1), "prompts grow prefill alone")

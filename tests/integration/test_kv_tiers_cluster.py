@@ -23,6 +23,7 @@ decode: {{workers: 1, num_kv_blocks: {NUM_BLOCKS}}}
 router: {{prefill_fallback: deny}}
 """
 PROMPT_TOKENS = 400
+PROMPT_BLOCKS = PROMPT_TOKENS // 16
 
 
 def prompt(seed: int) -> list[int]:
@@ -36,24 +37,31 @@ def prefill_worker(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_router_hears_of_what_lies_below_a_pool_and_the_worker_brings_it_back(
-    start_cluster: Callable[..., RunningCluster], tmp_path: Path
+    start_own_cluster: Callable[..., RunningCluster], tmp_path: Path
 ) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(CLUSTER)
-    cluster = start_cluster("--config", str(file))
+    cluster = start_own_cluster("--config", str(file))
     for seed in range(3):  # each one takes more than half of the pool
         tokens, _ = generate_tokens(cluster.grpc_address, prompt(seed), 4)
         assert tokens == expected_tokens(prompt(seed), 4)
-        cluster.wait_for(
-            lambda status: prefill_worker(status)["counters"]["kv_tier_unsaved_blocks"] == 0, 30, "all is saved"
-        )
-    cluster.wait_for(lambda status: cached_blocks(status) > NUM_BLOCKS, 30, "the router hears of the blocks below")
+        cluster.wait_for(lambda status: is_saved(status, (seed + 1) * PROMPT_BLOCKS), 60, "all is saved")  # noqa: B023
+    cluster.wait_for(lambda status: cached_blocks(status) > NUM_BLOCKS, 60, "the router hears of the blocks below")
     tokens, answer = generate_tokens(cluster.grpc_address, prompt(0), 4)
     assert tokens == expected_tokens(prompt(0), 4)
     assert answer.usage.cached_tokens == PROMPT_TOKENS - 16
-    counters = prefill_worker(cluster.status())["counters"]
+    status = cluster.wait_for(
+        lambda status: prefill_worker(status)["counters"].get("kv_tier_restores", 0) > 0, 60, "its report tells of it"
+    )
+    counters = prefill_worker(status)["counters"]
     assert counters["kv_tier_restores"] == 1
     assert counters["kv_tier_evicted_lost_blocks"] == 0
+
+
+def is_saved(status: dict[str, Any], num_blocks: int) -> bool:
+    """So many blocks ever: a report of before the prompt has nothing that is not saved either."""
+    counters = prefill_worker(status)["counters"]
+    return bool(counters.get("kv_tier_saved_blocks", 0) >= num_blocks and counters["kv_tier_unsaved_blocks"] == 0)
 
 
 def cached_blocks(status: dict[str, Any]) -> int:

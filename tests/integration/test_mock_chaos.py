@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(300)]
 NUM_STREAMS = 6
 NUM_TOKENS = 24
 PROMPT_TOKENS = 400
-BACK_TIMEOUT_S = 30.0
+BACK_TIMEOUT_S = 60.0
 
 
 class Load:
@@ -109,7 +109,7 @@ def test_f01_f02_rt65_s_b56_sigkill_of_a_prefill_worker_under_load_loses_no_requ
     with under_load(cluster) as load:
         _signal(cluster, "prefill-0", signal.SIGKILL)
         load.wait_for(2)
-        with urllib.request.urlopen(f"{cluster.url}/readyz", timeout=5) as ready:  # noqa: S310
+        with urllib.request.urlopen(f"{cluster.url}/readyz", timeout=30) as ready:  # noqa: S310
             assert ready.status == 200
         assert _decode_workers(cluster.status()) == before
 
@@ -166,7 +166,7 @@ def test_f15_s_b66_a_killed_router_breaks_its_streams_visibly_and_the_next_one_s
     while not _is_served(cluster):
         assert time.monotonic() < deadline, "the next router does not serve"
         time.sleep(0.1)
-    cluster.wait_for(_is_whole, 10, "workers let go of what nobody reads")
+    cluster.wait_for(_is_whole, 60, "workers let go of what nobody reads")
 
 
 def test_rt56_s_b49_s_b50_clients_that_leave_at_any_moment_leave_no_block_behind(cluster: RunningCluster) -> None:
@@ -279,7 +279,7 @@ def _is_served(cluster: RunningCluster) -> bool:
         f"{cluster.url}/v1/completions", body, {"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310
             return bool(answer.status == 200)
     except OSError:
         return False

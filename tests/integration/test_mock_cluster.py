@@ -20,8 +20,10 @@ def _workers(status: dict[str, Any], role: str) -> list[dict[str, Any]]:
     return [worker for worker in status["workers"] if worker["role"] == role]
 
 
-def test_a_mock_cluster_hands_kv_over_and_finds_prefixes(start_cluster: Callable[..., RunningCluster]) -> None:
-    cluster = start_cluster("--engine", "mock", "--prefill", "2", "--decode", "2", "--policy", "cache_aware")
+def test_a_mock_cluster_hands_kv_over_and_finds_prefixes(start_own_cluster: Callable[..., RunningCluster]) -> None:
+    cluster = start_own_cluster(
+        "--engine", "mock", "--prefill", "2", "--decode", "2", "--policy", "cache_aware", "--prefill-fallback", "deny"
+    )
     assert {worker["details"]["backend"] for worker in cluster.status()["workers"]} == {"mock"}
     tokens, first = generate_tokens(cluster.grpc_address, PROMPT, 20)
     assert tokens == expected_tokens(PROMPT, 20)
@@ -32,7 +34,7 @@ def test_a_mock_cluster_hands_kv_over_and_finds_prefixes(start_cluster: Callable
     tokens, second = generate_tokens(cluster.grpc_address, [*PROMPT[:992], *range(50)], 5)
     assert tokens == expected_tokens([*PROMPT[:992], *range(50)], 5)
     assert second.usage.cached_tokens == 992, second
-    status = cluster.wait_for(_all_are_idle, 10, "every block is free or cached")
+    status = cluster.wait_for(_all_are_idle, 60, "every block is free or cached")
     assert sum(worker["counters"].get("transfers_acknowledged", 0) for worker in _workers(status, "prefill")) >= 1
 
 

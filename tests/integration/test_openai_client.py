@@ -87,32 +87,43 @@ BAD_BODIES: dict[str, tuple[str, int, str]] = {
 @pytest.mark.parametrize("case", BAD_BODIES)
 def test_bad_input_names_its_parameter_and_reaches_no_worker(case: str, cluster: RunningCluster) -> None:
     body, status, param = BAD_BODIES[case]
-    before = _worker_counters(cluster)
+    before = _settled_counters(cluster)
     request = urllib.request.Request(  # noqa: S310
         f"{cluster.url}/v1/completions", data=body.encode(), headers={"Content-Type": "application/json"}
     )
     with pytest.raises(urllib.error.HTTPError) as failure:
-        urllib.request.urlopen(request, timeout=10)  # noqa: S310
+        urllib.request.urlopen(request, timeout=30)  # noqa: S310
     with failure.value as answer:
         error = json.load(answer)["error"]
     assert answer.code == status
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["param"] or "") == param
-    assert _worker_counters(cluster) == before
+    assert _settled_counters(cluster) == before
 
 
 def test_a_good_request_shows_in_the_counters_that_bad_ones_leave_alone(
     client: openai.OpenAI, cluster: RunningCluster
 ) -> None:
-    before = _worker_counters(cluster)
+    before = _settled_counters(cluster)
     client.completions.create(model=MODEL, prompt="One, two,", temperature=0, max_tokens=2)
     cluster.wait_for(
-        lambda _: all(counters != before[role] for role, counters in _worker_counters(cluster).items()),
-        10,
+        lambda status: all(counters != before[role] for role, counters in _counters_of(status).items()),
+        60,
         "both workers counted the request",
     )
 
 
-def _worker_counters(cluster: RunningCluster) -> dict[str, dict[str, float]]:
+def _settled_counters(cluster: RunningCluster) -> dict[str, dict[str, float]]:
+    """What each worker has counted when nothing moves any more: a request's last steps come after its answer."""
+    seen: list[dict[str, dict[str, float]]] = []
+
+    def is_settled(status: dict[str, Any]) -> bool:
+        seen.append(_counters_of(status))
+        return status["running_requests"] == 0 and seen[-3:] == [seen[-1]] * 3
+
+    return _counters_of(cluster.wait_for(is_settled, 60, "the counters stand still"))
+
+
+def _counters_of(status: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Everything that each worker counts: a request that reaches one changes it."""
-    return {worker["role"]: worker["counters"] for worker in cluster.status()["workers"]}
+    return {worker["role"]: worker["counters"] for worker in status["workers"] if worker["state"] == "ready"}

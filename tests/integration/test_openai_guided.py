@@ -34,7 +34,8 @@ class Person(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def cluster(start_cluster: Callable[..., RunningCluster]) -> RunningCluster:
-    return start_cluster("--prefill", "1", "--decode", "2", "--speculation", "ngram")
+    # float32: what is resumed elsewhere is summed in another order, and in bfloat16 a near tie may fall the other way.
+    return start_cluster("--prefill", "1", "--decode", "2", "--dtype", "float32", "--speculation", "ngram")
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_parse_gives_pydantic_objects_greedy_and_sampled(client: openai.OpenAI) 
         answer = client.chat.completions.parse(
             model=MODEL,
             messages=ASKED,
-            max_tokens=120,
+            max_tokens=300,  # a name of 20 characters may take four tokens for each
             response_format=Person,
             **options,
         )

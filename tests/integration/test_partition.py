@@ -30,13 +30,13 @@ from tests.integration.mock_tokens import VOCAB_SIZE, expected_tokens
 from tests.integration.relay import Relay
 from tests.integration.worker_processes import SECURITY, WorkerProcess, all_blocks_are_back, fleet_in
 
-pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(400)]
 
 NUM_STREAMS = 6
 NUM_TOKENS = 24
 PROMPT_TOKENS = 200
 ANSWER_TIMEOUT_S = 60.0
-REACHED_TIMEOUT_S = 30.0
+REACHED_TIMEOUT_S = 60.0
 # The product's 2 + 3 s would only make the test longer.
 SILENCE_S, PROBE_TIMEOUT_S = 0.5, 1.0
 
@@ -145,7 +145,7 @@ async def test_f16_a_parted_network_costs_no_request_and_no_token_and_heals(
             await announce(core, worker, seen_at)
         load = Load(address)
         stack.push_async_callback(load.close)
-        await load.until(lambda: len(load.decoded_by) == 2 and len(load.prefilled_by) == 2)
+        await load.until(lambda: load.decoded_by.keys() | load.prefilled_by.keys() >= set(names))
 
         # Router and decode worker: its streams go on elsewhere at the next token, and it is asked again afterwards.
         to_decode.freeze()
@@ -166,5 +166,5 @@ async def test_f16_a_parted_network_costs_no_request_and_no_token_and_heals(
 
         await load.close()
         for worker in workers:
-            await worker.wait_for(all_blocks_are_back, 15, f"{worker.settings.worker_id} has its blocks back")
+            await worker.wait_for(all_blocks_are_back, 60, f"{worker.settings.worker_id} has its blocks back")
         assert core.service.num_running == 0

@@ -114,7 +114,7 @@ def test_prefill_and_decode_on_two_addresses_hand_kv_over_under_tls(hosts: Hosts
     assert tokens == expected_tokens(PROMPT, 20)
     assert (last.timeline.prefill_worker_id, last.timeline.transport) == ("prefill-0", "tcp")
     assert last.timeline.kv_bytes > 0
-    with urllib.request.urlopen(f"{url}/statusz", timeout=10) as answer:  # noqa: S310  our own URL
+    with urllib.request.urlopen(f"{url}/statusz", timeout=30) as answer:  # noqa: S310  our own URL
         status = json.load(answer)
     assert status["block_conservation_error"] == 0
 
@@ -123,7 +123,7 @@ def _until_both_are_routable(url: str, hosts: Hosts) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
         try:
-            with urllib.request.urlopen(f"{url}/readyz", timeout=5) as answer:  # noqa: S310  our own URL
+            with urllib.request.urlopen(f"{url}/readyz", timeout=30) as answer:  # noqa: S310  our own URL
                 if json.load(answer)["pools"] == {"decode": 1, "prefill": 1}:
                     return
         except OSError:

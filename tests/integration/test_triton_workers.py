@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 3
 PROMPT_LENGTHS = (1, 18)
-BACK_TIMEOUT_S = 30.0
+BACK_TIMEOUT_S = 60.0
 
 
 async def test_tokens_through_two_workers_equal_one_process(tmp_path: Path) -> None:

@@ -51,12 +51,12 @@ class WorkerProcess:
 
     async def status(self) -> worker_pb2.WorkerStatus:
         stub = worker_pb2_grpc.WorkerAdminStub(self.channel)
-        answer: worker_pb2.WorkerStatus = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=10)
+        answer: worker_pb2.WorkerStatus = await stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=30)
         return answer
 
     async def reset_prefix_cache(self) -> None:
         stub = worker_pb2_grpc.WorkerAdminStub(self.channel)
-        await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=10)
+        await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=30)
 
     async def wait_for(
         self, is_reached: Callable[[worker_pb2.WorkerStatus], bool], timeout_s: float, what: str
