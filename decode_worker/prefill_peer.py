@@ -134,15 +134,19 @@ class PrefillPeer:
 
     async def ready(self, timeout_s: float) -> PeerLink:
         """The link once there is one. Raises `WorkerUnavailable` at once while the peer is refused or in back-off,
-        and after `timeout_s` while it is connecting."""
+        and after `timeout_s` while it is connecting or about to: a placement may be first to speak of a restart."""
         try:
             async with asyncio.timeout(timeout_s), self._state_changed:
-                await self._state_changed.wait_for(lambda: self.state is not PeerState.CONNECTING)
+                await self._state_changed.wait_for(lambda: not self._is_about_to_change)
         except TimeoutError:
             raise self._unavailable(f"no handshake within {timeout_s:.1f} s") from None
         if self.state is not PeerState.READY or self.link is None:
             raise self._unavailable(self.reason or self.state.value)
         return self.link
+
+    @property
+    def _is_about_to_change(self) -> bool:
+        return self.state is not PeerState.CLOSED and (self.state is PeerState.CONNECTING or self._retry_now.is_set())
 
     def register(self, ref: TransferRef, listener: TransferListener) -> None:
         self._listeners[ref] = listener

@@ -197,6 +197,35 @@ async def test_broken_stream_is_told_at_once_and_reconnected(
     assert peer.link.incarnation == "p2"
 
 
+async def test_a_placement_that_is_first_to_speak_of_a_restart_waits_for_the_new_incarnation(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    await connected(peers, address, "p1")
+    prefill.incarnation = "p2"
+    peer = await connected(peers, address, "p2")
+    assert peer.link is not None
+    assert peer.link.incarnation == "p2"
+
+
+async def test_a_placement_that_names_a_new_incarnation_does_not_sit_out_the_back_off(
+    prefill: ScriptedPrefill, address: str
+) -> None:
+    timing = PeerTiming(min_backoff_s=60.0, max_backoff_s=60.0)
+    peers = PrefillPeers(grpc.aio.insecure_channel, PlainHandshake(), worker_pb2.LoadReport, timing)
+    try:
+        peer = await connected(peers, address, "p1")
+        prefill.break_streams()
+        await until(lambda: peer.state is PeerState.BROKEN)
+        with pytest.raises(WorkerUnavailable, match="ended"):
+            await connected(peers, address, "p1")
+        prefill.incarnation = "p2"
+        peer = await connected(peers, address, "p2")
+        assert peer.link is not None
+        assert peer.link.incarnation == "p2"
+    finally:
+        await peers.close()
+
+
 async def test_f04_an_error_of_ours_breaks_the_connection_and_not_the_peer_for_ever(
     prefill: ScriptedPrefill, address: str
 ) -> None:
