@@ -18,7 +18,7 @@ MAX_STOP_TOKEN_IDS = 16
 MAX_LOGPROBS = 20
 MAX_GUIDE_BYTES = 64 * 1024
 MAX_NUM_DRAFTS = 15
-SPECULATION_MODES = ("auto", "off", "ngram", "suffix", "draft", "medusa", "eagle")
+SPECULATION_MODES = ("auto", "off", "ngram", "suffix", "draft", "medusa", "eagle", "mtp")
 NO_LOGPROBS = -1
 TOP_K_OFF = -1
 

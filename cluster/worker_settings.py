@@ -52,7 +52,7 @@ class EngineSettings(BaseModel):
     cuda_graphs: Literal["auto", "off"] = Field(
         default="auto", description="auto: where there is a GPU, decode steps of backend triton replay captured graphs"
     )
-    speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle"] = Field(
+    speculation: Literal["off", "auto", "ngram", "suffix", "draft", "medusa", "eagle", "mtp"] = Field(
         default="off", description="the drafter of decode workers; `auto` guesses only where it pays"
     )
     draft_model: str = Field(default="", description="the model that guesses, for speculation `draft`")

@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)
@@ -131,6 +131,8 @@ class DraftSpec(ctypes.Structure):
         ("vocabulary", c_void_p),
         ("fuse_first", c_void_p),
         ("fuse_next", c_void_p),
+        ("tap_norm", c_void_p),
+        ("state_norm", c_void_p),
     )
 
 

@@ -1,5 +1,7 @@
 """The EAGLE drafter: guesses from the target's own hidden states, one layer at a time (Li et al., EAGLE-3, 2025).
 
+Layers for multi-token prediction that come with a checkpoint guess in the same way, under the name `mtp`.
+
 It reads the rows that decoding gives on this worker, never the prompt's: the target's states carry what the prompt
 says, and so a prompt that was computed elsewhere, or found in the prefix cache, changes nothing. Per request it keeps a
 window of KV and the rows that it has not read yet. What it wrote behind its own guesses is overwritten by the rows that
@@ -52,17 +54,17 @@ class _Context:
 class EagleDrafter:
     """Implements `draft.Drafter`, `draft.ReadsHiddenStates`, `GuessesTogether` and `KnowsConfidence`."""
 
-    name = "eagle"
-
     def __init__(
         self,
         layer: EagleLayer,
         max_contexts: int,
         *,
+        name: str = "eagle",
         min_confidence: float = MIN_CONFIDENCE,
         min_reach: float = MIN_REACH,
     ) -> None:
         """The layer's pool holds `max_contexts * BLOCKS_PER_CONTEXT` blocks."""
+        self.name = name
         self.tap_layers = layer.tap_layers
         self._layer = layer
         self.min_confidence = min_confidence

@@ -1,11 +1,13 @@
-"""The EAGLE drafter's one layer over a small paged KV pool of its own: rows of the target in, laws of guesses out.
+"""A drafter's one layer over a small paged KV pool of its own: rows of the target in, laws of guesses out.
 
     taps of a row, embedding of the token it chose ─ fuse_first ─┐
     own state, embedding of the guess behind it ──── fuse_next ──┴─> one-layer decoder ─> logits, state
 
-The layer is a model of one layer to the engine's runners; the reduced output head stands where its embedding would.
+The layer is a model of one layer to the engine's runners; the output head stands where its embedding would. What is
+fused is an EAGLE file's (`open_eagle_layer`) or a checkpoint's own (`mtp_layer`).
 Implementations: `native_eagle_layer` (4 bits, one call for all guesses of all requests), `torch_eagle_layer` (float32,
-where the native library was not built). `drafter_training.eagle_model` is the same in training. It knows no requests.
+where the native library was not built, and for layers that it does not compute). `drafter_training.eagle_model` is
+EAGLE's in training. It knows no requests.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from decode_worker.speculation.small_products import FloatArray
 from engine import native_library
 from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
-from engine.weights.weight_source import RawBlocks
+from engine.weights.weight_source import RawBlocks, WeightSource
 
 BLOCK_TOKENS = 16
 
@@ -43,6 +45,24 @@ class Reading:
     taps: FloatArray
     token_ids: Sequence[int]
     num_guesses: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fusion:
+    """What stands around the layer: how rows and guesses become its inputs, and which tokens its logits are of.
+
+    All parts are fused over their root mean square. `first` [hidden, (taps + 1) * hidden], `following` [hidden,
+    2 * hidden], the embedding's columns last. `tap_norm`, `state_norm` [hidden]: weights of a norm that taps and own
+    states go through before. `vocabulary` [logits]: the target's ids. `embedding` [target vocab, hidden].
+    """
+
+    tap_layers: tuple[int, ...]
+    vocabulary: torch.Tensor
+    embedding: torch.Tensor
+    first: torch.Tensor
+    following: torch.Tensor
+    tap_norm: torch.Tensor | None = None
+    state_norm: torch.Tensor | None = None
 
 
 class EagleLayer(Protocol):
@@ -75,20 +95,27 @@ def open_eagle_layer(
         qk_norm=False,
         sliding_window=0,
     )
-    weights = LayerWeights(config, file, head)
+    fuse_first, fuse_next = file.tensors["fuse_first.weight"], file.tensors["fuse_next.weight"]
+    fusion = Fusion(file.tap_layers, file.vocabulary, embedding, fuse_first, fuse_next)
+    return open_layer(fusion, LayerWeights(config, file, head), num_blocks)
+
+
+def open_layer(fusion: Fusion, weights: WeightSource, num_blocks: int) -> EagleLayer:
+    """`weights` of one layer, whose embedding is the head; they may be closed afterwards."""
+    config = weights.config
     memory = KvMemory(layout_of(config, "float32", BLOCK_TOKENS), num_blocks)
     # Not at the top: where the library was not built, this file must still import.
-    if native_library.is_available():
+    if native_library.is_available() and config.mixture is None:
         from decode_worker.speculation.native_eagle_layer import NativeEagleLayer
 
-        return NativeEagleLayer(file, weights, memory, embedding)
+        return NativeEagleLayer(fusion, weights, memory)
     from decode_worker.speculation.torch_eagle_layer import TorchEagleLayer
 
-    return TorchEagleLayer(file, weights, memory, embedding)
+    return TorchEagleLayer(fusion, weights, memory)
 
 
 class LayerWeights:
-    """The layer as a checkpoint of one layer; a `WeightSource`."""
+    """An EAGLE file's layer as a checkpoint of one layer; a `WeightSource`."""
 
     def __init__(self, config: ModelConfig, file: DrafterFile, head: torch.Tensor) -> None:
         self.config = config

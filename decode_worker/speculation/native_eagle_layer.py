@@ -1,4 +1,4 @@
-"""The EAGLE layer in native code: all guesses of all requests in one call, weights in 4 bits.
+"""A drafter's layer in native code: all guesses of all requests in one call, weights in 4 bits.
 
 Between two steps of the target every line is cold, in the interpreter as in the drafter: what one call does not do
 there, Python would do from memory. The C++ side is `engine/native/draft_chain.h`; here are arrays and addresses.
@@ -15,21 +15,21 @@ import torch
 
 from cluster.errors import StartupError
 from decode_worker.speculation.confident_tree import WIDTH, Law
-from decode_worker.speculation.drafter_file import DrafterFile
-from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, LayerWeights, Reading
+from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, Fusion, Reading
 from decode_worker.speculation.small_products import fits_blocks
 from engine import native_library
 from engine.kv_memory import KvMemory
 from engine.native_library import DraftBatch, DraftLaws, DraftSpec, NumberFormat
 from engine.native_runner import NativeRunner
+from engine.weights.weight_source import WeightSource
 
 
 class NativeEagleLayer:
     """Implements `eagle_layer.EagleLayer`."""
 
-    def __init__(self, file: DrafterFile, weights: LayerWeights, memory: KvMemory, embedding: torch.Tensor) -> None:
+    def __init__(self, fusion: Fusion, weights: WeightSource, memory: KvMemory) -> None:
         config = weights.config
-        self.tap_layers = file.tap_layers
+        self.tap_layers = fusion.tap_layers
         self._memory = memory
         self._library = native_library.load_library()
         self._width = min(WIDTH, config.vocab_size)
@@ -38,14 +38,15 @@ class NativeEagleLayer:
         quantization: Literal["int4", "none"] = "int4" if is_small else "none"
         self._runner = NativeRunner(config, weights, memory, dtype="float32", quantization=quantization)
         # The library reads rows of it for as long as this lives.
-        self._embedding = embedding.to(torch.bfloat16).contiguous().view(torch.uint16).numpy()
-        vocabulary = file.vocabulary.to(torch.int32).numpy()
-        first, following = (
-            np.ascontiguousarray(file.tensors[f"fuse_{name}.weight"].float().numpy()) for name in ("first", "next")
+        self._embedding = fusion.embedding.to(torch.bfloat16, copy=True).contiguous().view(torch.uint16).numpy()
+        vocabulary = fusion.vocabulary.to(torch.int32).contiguous()
+        first, following = fusion.first.float().contiguous(), fusion.following.float().contiguous()
+        tap_norm, state_norm = (
+            None if norm is None else norm.float().contiguous() for norm in (fusion.tap_norm, fusion.state_norm)
         )
         spec = DraftSpec(
             hidden_size=config.hidden_size,
-            num_taps=len(file.tap_layers),
+            num_taps=len(fusion.tap_layers),
             draft_vocab_size=config.vocab_size,
             target_vocab_size=len(self._embedding),
             block_tokens=BLOCK_TOKENS,
@@ -53,9 +54,11 @@ class NativeEagleLayer:
             format=NumberFormat.Q4_1 if is_small else NumberFormat.BF16,
             rms_norm_eps=config.rms_norm_eps,
             embedding=self._embedding.ctypes.data,
-            vocabulary=vocabulary.ctypes.data,
-            fuse_first=first.ctypes.data,
-            fuse_next=following.ctypes.data,
+            vocabulary=vocabulary.data_ptr(),
+            fuse_first=first.data_ptr(),
+            fuse_next=following.data_ptr(),
+            tap_norm=None if tap_norm is None else tap_norm.data_ptr(),
+            state_norm=None if state_norm is None else state_norm.data_ptr(),
         )
         self._drafter = ctypes.c_void_p(
             self._library.tandem_drafter_create(self._runner.native_model, ctypes.byref(spec))

@@ -10,6 +10,8 @@ from decode_worker.speculation.draft import Drafter
 from decode_worker.speculation.draft_model import open_draft_model
 from decode_worker.speculation.eagle import EagleDrafter
 from decode_worker.speculation.medusa import MedusaDrafter
+from decode_worker.speculation.mtp import NAME as MTP
+from decode_worker.speculation.mtp import open_mtp
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.speculator import OFF, DraftingSpeculator
 from decode_worker.speculation.step_costs import measure_step_costs
@@ -56,20 +58,28 @@ def _open_drafters(
     if name == "eagle" or name == "medusa":
         trained = open_trained(name, settings, built.config)
         return {name: trained}, {name: measure_guess_ms(trained, built.config.hidden_size)}, (name,)
-    eagle = _open_eagle_if_there(settings, built)
-    if eagle is None:
+    if name == MTP:
+        mtp = open_mtp(settings, built.config)
+        return {name: mtp}, {name: measure_guess_ms(mtp, built.config.hidden_size)}, (name,)
+    reader = _open_reader_if_there(settings, built)
+    if reader is None:
         return look_ups, {}, (AUTO_LOOK_UP,)
     return (
-        look_ups | {"eagle": eagle},
-        {"eagle": measure_guess_ms(eagle, built.config.hidden_size)},
-        (AUTO_LOOK_UP, "eagle"),
+        look_ups | {reader.name: reader},
+        {reader.name: measure_guess_ms(reader, built.config.hidden_size)},
+        (AUTO_LOOK_UP, reader.name),
     )
 
 
-def _open_eagle_if_there(settings: WorkerSettings, built: BuiltRunner) -> EagleDrafter | MedusaDrafter | None:
-    """`auto` does without a trained drafter where the model has none."""
+def _open_reader_if_there(settings: WorkerSettings, built: BuiltRunner) -> EagleDrafter | MedusaDrafter | None:
+    """What `auto` asks beside the look-up: an EAGLE file, which somebody trained for this model, before the layer that
+    came with it. It does without either."""
     try:
         return open_trained("eagle", settings, built.config)
-    except StartupError as error:
-        logger.info("speculation auto looks up only", extra={"reason": error.message})
-        return None
+    except StartupError as no_file:
+        try:
+            return open_mtp(settings, built.config)
+        except StartupError as no_layer:
+            reasons = {"no_eagle": no_file.message, "no_mtp": no_layer.message}
+            logger.info("speculation auto looks up only", extra=reasons)
+            return None

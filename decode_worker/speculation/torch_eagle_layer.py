@@ -1,31 +1,33 @@
-"""The EAGLE layer in torch and float32: the reference, and what serves where the native library was not built."""
+"""A drafter's layer in torch and float32: the reference, and what serves where the native library was not built."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from decode_worker.speculation.confident_tree import Law, likeliest
-from decode_worker.speculation.drafter_file import DrafterFile
-from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, LayerWeights, Reading
+from decode_worker.speculation.eagle_layer import BLOCK_TOKENS, Fusion, Reading
 from decode_worker.speculation.small_products import FloatArray, make_product, unit_rms
 from engine.kv_memory import KvMemory
 from engine.step import StepInput
 from engine.torch_runner import TorchRunner
+from engine.weights.weight_source import WeightSource
 
 
 class TorchEagleLayer:
     """Implements `eagle_layer.EagleLayer`, context after context."""
 
-    def __init__(self, file: DrafterFile, weights: LayerWeights, memory: KvMemory, embedding: torch.Tensor) -> None:
-        self.tap_layers = file.tap_layers
-        self._vocabulary: list[int] = file.vocabulary.tolist()
+    def __init__(self, fusion: Fusion, weights: WeightSource, memory: KvMemory) -> None:
+        self.tap_layers = fusion.tap_layers
+        self._vocabulary: list[int] = fusion.vocabulary.tolist()
         self._eps = weights.config.rms_norm_eps
-        self._embedding = embedding
-        self._fuse_first = make_product(file.tensors["fuse_first.weight"])
-        self._fuse_next = make_product(file.tensors["fuse_next.weight"])
+        self._embedding = fusion.embedding.clone()  # it may be a mapped file, which may be replaced
+        self._fuse_first = make_product(fusion.first)
+        self._fuse_next = make_product(fusion.following)
+        self._tap_norm, self._state_norm = (
+            None if norm is None else norm.float().numpy() for norm in (fusion.tap_norm, fusion.state_norm)
+        )
         self._memory = memory
         self._runner = TorchRunner(weights, memory)
 
@@ -37,7 +39,7 @@ class TorchEagleLayer:
 
     def _guess(self, reading: Reading, min_reach: float) -> list[Law]:
         count = len(reading.token_ids)
-        states = unit_rms(reading.taps, self._eps).reshape(count, -1)
+        states = self._scaled(reading.taps, self._tap_norm).reshape(count, -1)
         inputs = self._fuse_first(np.concatenate((states, self._embedded(reading.token_ids)), axis=1))
         laws: list[Law] = []
         reach, ahead = 1.0, 0
@@ -48,8 +50,12 @@ class TorchEagleLayer:
             if len(laws) >= reading.num_guesses or reach < min_reach:
                 return laws
             ahead += len(inputs)
-            own = unit_rms(state[None], self._eps)
+            own = self._scaled(state[None], self._state_norm)
             inputs = self._fuse_next(np.concatenate((own, self._embedded(laws[-1].token_ids[:1])), axis=1))
+
+    def _scaled(self, states: FloatArray, norm: FloatArray | None) -> FloatArray:
+        scaled = unit_rms(states, self._eps)
+        return scaled if norm is None else unit_rms(scaled * norm, self._eps)
 
     def _embedded(self, token_ids: Sequence[int]) -> FloatArray:
         rows: FloatArray = self._embedding[list(token_ids)].float().numpy()

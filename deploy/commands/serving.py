@@ -48,7 +48,7 @@ def serve(
     kv_dtype: KvDtype = None,
     weight_compression: WeightCompression = None,
     speculation: Annotated[
-        str | None, typer.Option(help="off, auto, ngram, suffix, draft, eagle or medusa: guess and verify tokens")
+        str | None, typer.Option(help="off, auto, ngram, suffix, draft, eagle, medusa or mtp: guess and verify tokens")
     ] = None,
     num_drafts: Annotated[int | None, typer.Option(help="guesses in one step of one sequence, at most", min=1)] = None,
     draft_model: Annotated[

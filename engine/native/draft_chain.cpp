@@ -42,6 +42,8 @@ DraftChain::DraftChain(Decoder& layer, const TandemDraftSpec& spec, const Kernel
     for (int32_t token_id : vocabulary_)
         if (token_id < 0 || token_id >= spec.target_vocab_size)
             throw std::invalid_argument("the drafter's vocabulary has a token that the target does not");
+    if (spec.tap_norm != nullptr) tap_norm_.assign(spec.tap_norm, spec.tap_norm + hidden_);
+    if (spec.state_norm != nullptr) state_norm_.assign(spec.state_norm, spec.state_norm + hidden_);
     fuse_first_ = packed(spec.fuse_first, (spec.num_taps + 1) * spec.hidden_size);
     fuse_next_ = packed(spec.fuse_next, 2 * spec.hidden_size);
 }
@@ -111,8 +113,7 @@ void DraftChain::read_rows(const TandemDraftBatch& batch) {
         for (int i = 0; i < rows; ++i) {
             const size_t row = joined_.size();
             joined_.resize(row + width);
-            kernels_.rms_norm(batch.taps + (size_t)(first + i) * (width - hidden_), hidden_, spec_.num_taps,
-                              spec_.hidden_size, ones_.data(), spec_.rms_norm_eps, joined_.data() + row, hidden_);
+            scale(batch.taps + (size_t)(first + i) * (width - hidden_), spec_.num_taps, tap_norm_, joined_.data() + row, hidden_);
             embed(batch.token_ids[first + i], joined_.data() + row + width - hidden_);
             const int place = batch.num_cached[b] + i;
             positions_.push_back(batch.first_positions[b] + i);
@@ -131,8 +132,7 @@ void DraftChain::read_guesses(const TandemDraftBatch& batch, const TandemDraftLa
     query_starts_.assign(1, 0);
     context_lens_.clear(), positions_.clear(), logit_rows_.clear(), slots_.clear(), block_tables_.clear();
     joined_.resize(count * 2 * hidden_);
-    kernels_.rms_norm(states_.data(), hidden_, (int)count, spec_.hidden_size, ones_.data(), spec_.rms_norm_eps,
-                      joined_.data(), 2 * hidden_);
+    scale(states_.data(), (int)count, state_norm_, joined_.data(), 2 * hidden_);
     for (size_t i = 0; i < count; ++i) {
         const int b = active_[i];
         const int32_t* table = batch.block_tables + (size_t)b * (size_t)batch.table_width;
@@ -158,6 +158,16 @@ void DraftChain::embed(int32_t token_id, float* out) {
         std::memcpy(&embedded_[i], &word, sizeof word);
     }
     kernels_.rms_norm(embedded_.data(), hidden_, 1, spec_.hidden_size, ones_.data(), spec_.rms_norm_eps, out, hidden_);
+}
+
+// Rows over their root mean square, `hidden` apart, behind `norm` where there is one.
+void DraftChain::scale(const float* x, int rows, const std::vector<float>& norm, float* out, size_t out_stride) {
+    size_t stride = hidden_;
+    if (!norm.empty()) {
+        kernels_.rms_norm(x, stride, rows, spec_.hidden_size, norm.data(), spec_.rms_norm_eps, out, out_stride);
+        x = out, stride = out_stride;
+    }
+    kernels_.rms_norm(x, stride, rows, spec_.hidden_size, ones_.data(), spec_.rms_norm_eps, out, out_stride);
 }
 
 // inputs_ [rows, hidden] = joined_ * W^T. The product's rows are whole panels; the layer's inputs are `hidden` apart.

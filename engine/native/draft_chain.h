@@ -1,7 +1,10 @@
-// A trained drafter of one decoder layer (EAGLE): all guesses of all sequences in one call.
+// A trained drafter of one decoder layer (EAGLE, multi-token prediction): all guesses of all sequences in one call.
 //
 //   taps of a row, embedding of the token it chose ─ fuse_first ─┐
 //   own state, embedding of the guess behind it ──── fuse_next ──┴─> decoder of one layer ─> law of the next guess
+//
+// Taps, states and embeddings are fused over their root mean square; what was trained behind a norm with weights goes
+// through that norm before (tap_norm, state_norm).
 //
 // Every level is one step of the layer for all sequences that still guess, so its weights are read once a level however
 // many these are. Between two steps of the target every line is cold: that is why nothing here goes back to Python.
@@ -29,6 +32,7 @@ class DraftChain {
     void read_rows(const TandemDraftBatch& batch);
     void read_guesses(const TandemDraftBatch& batch, const TandemDraftLaws& laws, int level);
     void embed(int32_t token_id, float* out);
+    void scale(const float* x, int rows, const std::vector<float>& norm, float* out, size_t out_stride);
     void multiply(const PackedMatrix& matrix, int rows);
     void forward(const TandemDraftBatch& batch);
     float write_law(float* logits, int32_t* token_ids, float* probabilities);
@@ -38,6 +42,7 @@ class DraftChain {
     const TandemDraftSpec spec_;
     const size_t hidden_, logits_stride_;
     std::vector<int32_t> vocabulary_;
+    std::vector<float> tap_norm_, state_norm_;  // empty: none
     Arena arena_;
     PackedMatrix fuse_first_, fuse_next_;
 

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 7
+#define TANDEM_ABI_VERSION 8
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -136,6 +136,8 @@ typedef struct {
     const int32_t* vocabulary;  /* [draft_vocab_size]: the target's ids */
     const float* fuse_first;    /* [hidden_size, (num_taps + 1) * hidden_size] */
     const float* fuse_next;     /* [hidden_size, 2 * hidden_size] */
+    const float* tap_norm;      /* [hidden_size]: a norm that every tap goes through before it is fused; NULL: none */
+    const float* state_norm;    /* [hidden_size]: the same of the drafter's own states */
 } TandemDraftSpec;
 
 /* B sequences, each with rows of the target to read behind `num_cached` tokens of its blocks. A sequence goes on

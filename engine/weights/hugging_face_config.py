@@ -14,7 +14,7 @@ from cluster.errors import StartupError, shown
 from engine.model_config import MixtureOfExperts, ModelConfig, RopeScaling, yarn_attention_factor
 from engine.weights.quantization_config import CheckpointQuantization, read_quantization
 
-# model_type in config.json -> our architecture. Mistral is Llama with a window.
+# model_type in config.json -> our architecture. Mistral is Llama with a window, MiMo is Qwen2 with a layer beside it.
 ARCHITECTURE_OF = {
     "llama": "llama",
     "mistral": "llama",
@@ -22,7 +22,9 @@ ARCHITECTURE_OF = {
     "qwen3": "qwen3",
     "mixtral": "mixtral",
     "qwen3_moe": "qwen3_moe",
+    "mimo": "qwen2",
 }
+_QWEN_LIKE = ("qwen", "mimo")  # whose window counts only where use_sliding_window says so
 DEFAULT_ROPE_THETA = 10_000.0
 
 
@@ -38,7 +40,7 @@ def read_config(directory: Path) -> ModelConfig:
     values.refuse_unless("hidden_act", "silu")
     values.refuse_unless("mlp_bias", False)
     values.refuse_unless("partial_rotary_factor", 1.0)
-    values.refuse_unless("attention_bias", model_type == "qwen2")
+    values.refuse_unless("attention_bias", ARCHITECTURE_OF[model_type] == "qwen2")
     num_heads = values.integer("num_attention_heads")
     hidden_size = values.integer("hidden_size")
     rope = values.get("rope_parameters") or {}
@@ -58,7 +60,7 @@ def read_config(directory: Path) -> ModelConfig:
         rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
         max_model_len=scaling.longest_sequence(max_positions) if scaling else max_positions,
         tie_embeddings=bool(values.get("tie_word_embeddings")),
-        attention_bias=model_type == "qwen2",
+        attention_bias=ARCHITECTURE_OF[model_type] == "qwen2",
         qk_norm=model_type in ("qwen3", "qwen3_moe"),
         sliding_window=_sliding_window(values),
         rope_scaling=scaling,
@@ -87,6 +89,15 @@ def _mixture(values: _Fields) -> MixtureOfExperts | None:
     return MixtureOfExperts(
         num_experts, experts_per_token, size, model_type == "mixtral" or bool(values.get("norm_topk_prob"))
     )
+
+
+def read_num_mtp_layers(directory: Path) -> int:
+    """How many layers for multi-token prediction the config states; they stand behind the model's own."""
+    path = directory / "config.json"
+    stated = _read_json(path).get("num_nextn_predict_layers") or 0
+    if type(stated) is not int or stated < 0:
+        raise StartupError(f"{path}: num_nextn_predict_layers is {shown(stated)}, must be a number", param="model")
+    return stated
 
 
 def read_stated_quantization(directory: Path) -> CheckpointQuantization | None:
@@ -130,7 +141,7 @@ class _Fields:
 def _sliding_window(values: _Fields) -> int:
     """One window for all layers, or 0. Models whose layers differ are refused."""
     kinds = set(values.get("layer_types") or ())
-    is_qwen = str(values.get("model_type")).startswith("qwen")
+    is_qwen = str(values.get("model_type")).startswith(_QWEN_LIKE)
     if len(kinds) > 1:
         raise values.refuse("layer_types")
     if kinds == {"full_attention"} or (is_qwen and not values.get("use_sliding_window")):

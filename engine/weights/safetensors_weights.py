@@ -1,6 +1,7 @@
 """Weights of a directory with `config.json` and one or many `*.safetensors` files. Tensors are mapped, not read.
 
 A quantised matrix is stored as several tensors; to a reader it is one tensor under the name of the plain weight.
+Layers for multi-token prediction are no part of the model: they have shapes and tensors here, for the drafter alone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from cluster.errors import StartupError, shown
 from engine.model_config import ModelConfig
 from engine.weights.expected_shapes import check_shapes
 from engine.weights.fingerprint import fingerprint
-from engine.weights.hugging_face_config import read_config, read_stated_quantization
+from engine.weights.hugging_face_config import read_config, read_num_mtp_layers, read_stated_quantization
 from engine.weights.mixtral_names import plain_name
+from engine.weights.mtp_names import is_mtp
 from engine.weights.quantization_config import CheckpointQuantization
 from engine.weights.quantized_layouts import IGNORED_PARTS, LAYOUTS, Layout
 from engine.weights.quantized_matrix import QuantizedMatrix
@@ -73,6 +75,11 @@ class SafetensorsWeights:
         for name, (layout, parts) in self._layouts.items():
             shapes[name] = self._matrix_shape(name, layout, parts)
             kinds[name] = " ".join(f"{part}:{slices[stored].get_dtype()}" for part, stored in sorted(parts.items()))
+        num_mtp_layers = read_num_mtp_layers(directory)
+        self.mtp_shapes = {
+            name: shape for name, shape in shapes.items() if is_mtp(name, config.num_layers, num_mtp_layers)
+        }
+        shapes = {name: shape for name, shape in shapes.items() if name not in self.mtp_shapes}
         check_shapes(str(directory), config, shapes)
         for name in plain:
             if (kind := kinds[name]) not in _SUPPORTED_TYPES:
@@ -80,12 +87,12 @@ class SafetensorsWeights:
                     f"{directory}: tensor {name} is {shown(kind)}, which is not supported: use F32, BF16 or F16",
                     param="model",
                 )
-        described = [(name, shapes[name], kinds[name]) for name in kinds]
+        described = [(name, shape, kinds[name]) for name, shape in shapes.items()]
         self.config: ModelConfig = dataclasses.replace(config, fingerprint=fingerprint(config, described, self._row))
 
     def names(self) -> Sequence[str]:
         stored = self._stored_parts()
-        return sorted({*self._layouts, *(name for name in self._stored if name not in stored)})
+        return sorted({*self._layouts, *(name for name in self._stored if name not in stored)} - self.mtp_shapes.keys())
 
     def tensor(self, name: str) -> torch.Tensor:
         matrix = self._quantized(name)

@@ -147,7 +147,7 @@ class SamplingParams(_message.Message):
     regex: _builtins.str
     grammar: _builtins.str
     speculation: _builtins.str
-    """auto | off | ngram | suffix | draft | medusa | eagle; empty is the worker's default."""
+    """auto | off | ngram | suffix | draft | medusa | eagle | mtp; empty is the worker's default."""
     num_drafts: _builtins.int
     """0 is the worker's default"""
     @_builtins.property
