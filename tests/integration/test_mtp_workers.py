@@ -30,11 +30,11 @@ async def test_s33_tokens_are_those_of_the_target_behind_a_prefill_worker_and_al
         prefill, decode = await asyncio.gather(
             fleet.start("prefill", "prefill-0", **options), fleet.start("decode", "decode-0", **options)
         )
-        for helpers in ([prefill], []):
+        for turn, helpers in (("behind", [prefill]), ("alone", [])):
             async with Router(decode) as router:
                 answers = await asyncio.gather(
                     *(
-                        router.generate(f"r{index}", prompt, NUM_TOKENS, helpers, deadline_ms=DEADLINE_MS)
+                        router.generate(f"{turn}-{index}", prompt, NUM_TOKENS, helpers, deadline_ms=DEADLINE_MS)
                         for index, prompt in enumerate(prompts)
                     )
                 )
