@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -133,9 +134,14 @@ def last_layer_rest(config: ModelConfig) -> int:
 
 def measure_decode(engine: EngineUnderTest, floors: Floors, batch: int, context: int, repeats: int) -> Figure:
     """One step of `batch` sequences that each have `context` tokens after it."""
-    step = engine.step(batch, context - 1, 1)
-    times = timed(lambda: engine.runner.forward(step, None).logits.argmax(-1).tolist(), repeats)
+    times = timed(partial(decode, engine, engine.step(batch, context - 1, 1)), repeats)
     return figure("decode", batch, context, times, engine.floor_s(floors, batch, context - 1, 1), batch)
+
+
+def decode(engine: EngineUnderTest, step: StepInput) -> list[int]:
+    """The step's tokens, found as `engine.sampler` finds them."""
+    token_ids: list[int] = engine.runner.forward(step, None).logits.numpy().argmax(-1).tolist()
+    return token_ids
 
 
 def measure_prefill(engine: EngineUnderTest, floors: Floors, length: int, repeats: int) -> Figure:
@@ -156,7 +162,7 @@ def measure_prefill(engine: EngineUnderTest, floors: Floors, length: int, repeat
 def measure_python_share(engine: EngineUnderTest, repeats: int) -> float:
     """The part of a one-sequence decode step that is spent outside the native call."""
     step = engine.step(1, 127, 1)
-    whole = statistics.median(timed(lambda: engine.runner.forward(step, None).logits.argmax(-1).tolist(), repeats))
+    whole = statistics.median(timed(partial(decode, engine, step), repeats))
     call = engine.runner.native_call(step)
     return 1 - min(1.0, statistics.median(timed(call, repeats)) / whole)
 
