@@ -16,6 +16,8 @@ class ApiKind(enum.Enum):
 
     CHAT = "chatcmpl"
     COMPLETION = "cmpl"
+    RESPONSE = "resp"
+    MESSAGE = "msg"  # Anthropic's shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Tool:
     parameters: str
     is_strict: bool
     param: str  # where it stands in the request
+    schema_field: str = "parameters"  # what the request calls its schema
 
     def to_template(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -72,7 +75,7 @@ class Tool:
         text = self.parameters
         if not is_followed:
             text = json.dumps({**json.loads(text), "x-guidance": {"lenient": True}})
-        return Guide("json_schema", text, f"{self.param}.function.parameters")
+        return Guide("json_schema", text, f"{self.param}.{self.schema_field}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def check_messages(value: Any, limits: ServingLimits) -> tuple[Mapping[str, Any]
             f"messages has {len(value)} entries, more than the model's {limits.max_model_len} tokens", param="messages"
         )
     messages = tuple(_check_message(message, f"messages[{index}]") for index, message in enumerate(value))
-    check_prompt_text(sum(map(_num_chars, messages)), limits, "messages")
+    check_prompt_text(sum(map(num_chars, messages)), limits, "messages")
     return messages
 
 
@@ -70,18 +70,24 @@ def _check_call(value: Any, param: str) -> dict[str, Any]:
     function = Record({"name": name, "arguments": Text()}, required=("name", "arguments"))
     rules: dict[str, Rule] = {"id": name, "type": Text(), "index": Integer(0, MAX_CALLS), "function": function}
     call = Record(rules, required=("function",)).check(value, param)
-    place = f"{param}.function.arguments"
-    try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise invalid_value(place, call["function"]["arguments"], "a JSON object as text")
+    arguments = call_arguments(call["function"]["arguments"], f"{param}.function.arguments")
     written = {"name": call["function"]["name"], "arguments": arguments}
     return {"id": call.get("id", ""), "type": "function", "function": written}
 
 
-def _num_chars(message: Mapping[str, Any]) -> int:
+def call_arguments(text: str, param: str) -> dict[str, Any]:
+    """The arguments of an earlier call, which travel as JSON text. Raises `InvalidRequest`."""
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid_value(param, text, "a JSON object as text")
+    return arguments
+
+
+def num_chars(message: Mapping[str, Any]) -> int:
+    """What a message may cost in tokens, before any is counted."""
     return len(message["content"]) + len(str(message.get("tool_calls", "")))
 
 

@@ -221,6 +221,30 @@ class OnlyValue:
         return {"enum": [self.accepted]}
 
 
+@dataclass(frozen=True, slots=True)
+class NotOffered:
+    """A field that asks for something that is not there, whatever its value."""
+
+    reason: str
+
+    def check(self, value: Any, param: str) -> None:
+        raise unsupported_parameter(param, self.reason)
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class AnyValue:
+    """A field whose shape is checked where it is read."""
+
+    def check(self, value: Any, param: str) -> Any:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {}
+
+
 def invalid_value(param: str, value: object, wanted: str, code: str = "") -> InvalidRequest:
     return InvalidRequest(f"{param} is {shown(value)}, must be {wanted}", param=param, code=code)
 

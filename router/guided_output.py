@@ -40,7 +40,7 @@ class ResponseFormat:
             raise unsupported_parameter(f"{param}.type", f"{shown(kind)} is none of {', '.join(FORMATS)}")
         allowed: dict[str, Rule] = {"type": Text()}
         if kind == "json_schema":
-            allowed["json_schema"] = _NamedSchema()
+            allowed["json_schema"] = NamedSchema()
         values = Record(allowed, required=tuple(allowed)).check(value, param)
         if kind == "text":
             return None
@@ -50,12 +50,12 @@ class ResponseFormat:
         plain = {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}}
         named = {
             "type": "object",
-            "properties": {"type": {"enum": ["json_schema"]}, "json_schema": _NamedSchema().schema()},
+            "properties": {"type": {"enum": ["json_schema"]}, "json_schema": NamedSchema().schema()},
         }
         return {"anyOf": [{**one, "required": list(one["properties"]), **CLOSED} for one in (plain, named)]}
 
 
-class _NamedSchema:
+class NamedSchema:
     """`{"name", "schema", "strict", "description"}`. Without a schema any object will do, as at OpenAI."""
 
     def check(self, value: Any, param: str) -> Guide:

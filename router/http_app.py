@@ -7,6 +7,7 @@ Request bodies are checked by `request_parser`, the same code as for gRPC, and n
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,18 +25,21 @@ from cluster.identity import WorkerId
 from router.asgi_types import AsgiApp, Receive, Scope, Send
 from router.cluster_status import ClusterStatus
 from router.decision_log import DecisionLog
+from router.generation_apis import generation_apis
 from router.generation_service import GenerationService
 from router.http_errors import as_tandem_error, error_body, error_headers
 from router.http_generation import GenerationEndpoint
 from router.http_guard import Forbidden, HttpGuard
 from router.http_tokens import TokenEndpoint, TokenService
+from router.messages_body import MessagesParser
+from router.messages_format import messages_error_body
 from router.openapi_document import openapi_document
 from router.request_parser import RequestParser
 from router.shared_metrics import SharedMetrics
 from router.tenants import ApiKeys
 
 _NOT_OFFERED = (
-    "/v1/embeddings", "/v1/responses", "/v1/images", "/v1/audio", "/v1/moderations", "/v1/files", "/v1/batches",
+    "/v1/embeddings", "/v1/images", "/v1/audio", "/v1/moderations", "/v1/files", "/v1/batches",
     "/v1/fine_tuning", "/v1/assistants", "/v1/threads", "/v1/rerank", "/rerank", "/v1/score", "/pooling",
 )  # fmt: skip
 _LOOPBACK_CLIENTS = frozenset({"127.0.0.1", "::1", ""})
@@ -55,20 +59,25 @@ def build_http_app(
     """The ASGI application of the router."""
     tokens = TokenService(service.encoder, service.limits)
     probes = _Probes(service, status, shared_metrics, decisions, is_ready)
-    generation = {
-        "/v1/chat/completions": GenerationEndpoint(service, parser.parse_chat, max_body_bytes),
-        "/v1/completions": GenerationEndpoint(service, parser.parse_completion, max_body_bytes),
-    }
+    shapes = generation_apis(service, parser)
+    generation = {path: GenerationEndpoint(service, shape, max_body_bytes) for path, shape in shapes.items()}
+    count_tokens = functools.partial(MessagesParser(parser).count_tokens, encoder=service.encoder)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.routes.extend(
         [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in generation.items()),
             Route("/tokenize", TokenEndpoint(tokens.tokenize, service.encoder, max_body_bytes), methods=["POST"]),
             Route("/detokenize", TokenEndpoint(tokens.detokenize, service.encoder, max_body_bytes), methods=["POST"]),
+            Route(
+                "/v1/messages/count_tokens",
+                TokenEndpoint(count_tokens, service.encoder, max_body_bytes, messages_error_body),
+                methods=["POST"],
+            ),
             Route("/v1/models", probes.models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", probes.model, methods=["GET"]),
             Route("/livez", probes.livez, methods=["GET"]),
             Route("/readyz", probes.readyz, methods=["GET"]),
+            Route("/health", probes.readyz, methods=["GET"]),  # as vLLM's and llama.cpp's servers name it
             Route("/metrics", probes.metrics, methods=["GET"]),
             Route("/statusz", probes.statusz, methods=["GET"]),
             Route("/explain/{request_id}", probes.explain, methods=["GET"]),
@@ -183,7 +192,7 @@ class _NoSuchRoute(ClientError):
 def _no_such_route(path: str) -> ClientError:
     """OpenAI's other services are told apart from a mistyped path."""
     if any(path.startswith(other) for other in _NOT_OFFERED):
-        offered = "/v1/chat/completions, /v1/completions and /v1/models"
+        offered = "/v1/chat/completions, /v1/responses, /v1/completions and /v1/messages"
         return _NoSuchRoute(f"{path[:64]} is not offered: this server generates text at {offered}", code="not_offered")
     return _NoSuchRoute(f"nothing is at {path[:64]}")
 

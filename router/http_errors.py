@@ -14,13 +14,16 @@ _log = logging.getLogger(__name__)
 
 def error_body(error: TandemError) -> bytes:
     """The same for a response and for an event in mid-stream."""
-    fields = {
+    return json.dumps({"error": error_fields(error)}).encode()
+
+
+def error_fields(error: TandemError) -> dict[str, str | None]:
+    return {
         "message": error.message,
         "type": _type(error),
         "param": error.param or None,
         "code": error.error_code,
     }
-    return json.dumps({"error": fields}).encode()
 
 
 def error_event(error: TandemError) -> bytes:

@@ -1,20 +1,22 @@
-"""`POST /v1/chat/completions` and `/v1/completions`: from bytes to bytes.
+"""`POST` of a path that generates text: from bytes to bytes. What the four of them differ in is an `ApiShape`.
 
     read body -> strict JSON -> checked request -> answer -> one JSON object, or server-sent events
 
-Headers go out with the first token, so most failures still get a status. Later ones are one `data: {"error": ...}`
-event, and the stream closes without `[DONE]`. A client that leaves is noticed while it waits as well as while it reads.
+Headers go out with the first token, so most failures still get a status. Later ones are one error event, and the
+stream closes without what ends a whole answer (OpenAI's chats: `[DONE]`). A client that leaves is noticed while it
+waits as well as while it reads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from cluster.ended_tasks import end_tasks
-from cluster.errors import InvalidRequest, RequestCancelled, shown
+from cluster.errors import InvalidRequest, RequestCancelled, TandemError, shown
 from cluster.identity import Tenant
 from router.answer import Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
@@ -22,9 +24,8 @@ from router.asgi_types import Receive, Scope, Send, header, send_response
 from router.field_rules import Integer
 from router.generation_service import GenerationService
 from router.http_body import read_json_bytes
-from router.http_errors import as_tandem_error, error_body, error_event, error_headers
+from router.http_errors import as_tandem_error, error_body, error_headers
 from router.limits import MAX_TIMEOUT_MS, MIN_TIMEOUT_MS
-from router.openai_format import OpenAiWriter
 from router.request_parser import AroundBody
 
 JSON_TYPE = b"application/json"
@@ -36,55 +37,73 @@ _EVENT_STREAM_HEADERS = [
 ]
 
 
-class GenerationEndpoint:
-    """One of the two paths, as an ASGI application: no framework stands between a token and the socket."""
+class AnswerWriter(Protocol):
+    """One answer in one API's shape: `events` for each batch and `last_events`, or `whole` with all updates."""
 
-    def __init__(
-        self,
-        service: GenerationService,
-        parse: Callable[[dict[str, Any], AroundBody], GenerationRequest],
-        max_body_bytes: int,
-    ) -> None:
+    def events(self, updates: Sequence[ChoiceUpdate]) -> bytes: ...
+
+    def last_events(self) -> bytes: ...
+
+    def whole(self, updates: Sequence[ChoiceUpdate]) -> bytes: ...
+
+    def error_event(self, error: TandemError) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ApiShape:
+    """How one path's bodies are read and its answers written."""
+
+    parse: Callable[[dict[str, Any], AroundBody], GenerationRequest]
+    writer: Callable[[Mapping[str, Any], GenerationRequest, Answer], AnswerWriter]  # with the body as it came
+    error_body: Callable[[TandemError], bytes] = error_body
+
+
+class GenerationEndpoint:
+    """One such path, as an ASGI application: no framework stands between a token and the socket."""
+
+    def __init__(self, service: GenerationService, shape: ApiShape, max_body_bytes: int) -> None:
         self._service = service
-        self._parse = parse
+        self._shape = shape
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = _Response(send, _client_request_id(scope))
+        response = _Response(send, _client_request_id(scope), self._shape.error_body)
         try:
             body = await self._service.encoder.parse(await read_json_bytes(scope, receive, self._max_body_bytes))
-            request = self._parse(body, _around(scope))
+            request = self._shape.parse(body, _around(scope))
             tenant: Tenant = scope["state"]["tenant"]
             async with self._service.answering(request, tenant) as answer, _watching(answer, receive):
                 response.request_id = answer.request_id
-                await self._write(request, answer, response)
+                response.writer = writer = self._shape.writer(body, request, answer)
+                await _write(request, answer, writer, response)
         except RequestCancelled:
             return
         except Exception as error:
             await response.fail(error)
 
-    async def _write(self, request: GenerationRequest, answer: Answer, response: _Response) -> None:
-        service = self._service
-        writer = OpenAiWriter(request, answer, service.tokenizer, service.limits.model_name, service.tool_format)
-        if request.is_streamed:
-            async for updates in answer.updates():
-                if events := writer.events(updates):
-                    await response.send_events(events)
-            await response.send_events(writer.last_events(), are_last=True)
-            return
-        collected: list[ChoiceUpdate] = []
+
+async def _write(request: GenerationRequest, answer: Answer, writer: AnswerWriter, response: _Response) -> None:
+    if request.is_streamed:
         async for updates in answer.updates():
-            collected.extend(updates)
-        await response.send_whole(writer.whole(collected))
+            if events := writer.events(updates):
+                await response.send_events(events)
+        await response.send_events(writer.last_events(), are_last=True)
+        return
+    collected: list[ChoiceUpdate] = []
+    async for updates in answer.updates():
+        collected.extend(updates)
+    await response.send_whole(writer.whole(collected))
 
 
 class _Response:
     """What was sent to one client, and so what still can be."""
 
-    def __init__(self, send: Send, client_request_id: bytes) -> None:
+    def __init__(self, send: Send, client_request_id: bytes, error_body: Callable[[TandemError], bytes]) -> None:
         self._send = send
         self._client_request_id = client_request_id
+        self._error_body = error_body
         self._is_started = False
+        self.writer: AnswerWriter | None = None  # from when there is an answer
         self.request_id = ""
 
     async def send_events(self, events: bytes, *, are_last: bool = False) -> None:
@@ -99,11 +118,11 @@ class _Response:
 
     async def fail(self, raised: Exception) -> None:
         error = as_tandem_error(raised)
-        if self._is_started:
-            await self.send_events(error_event(error), are_last=True)
+        if self._is_started and self.writer is not None:
+            await self.send_events(self.writer.error_event(error), are_last=True)
             return
         headers = [*error_headers(error), *self._id_headers()]
-        await send_response(self._send, error.http_status, JSON_TYPE, error_body(error), headers)
+        await send_response(self._send, error.http_status, JSON_TYPE, self._error_body(error), headers)
 
     def _id_headers(self) -> list[tuple[bytes, bytes]]:
         """The id is made by the server; a client's own is sent back beside it and used for nothing else."""

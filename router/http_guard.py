@@ -2,7 +2,7 @@
 
 On loopback no key is needed, because a web page that the user visits must not be able to speak to the server either:
 Host has to name this machine, Origin (which browsers send) too, and bodies have to be JSON, which no HTML form sends.
-With keys, every route but `/livez` needs one.
+With keys, every route but the probes needs one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from router.asgi_types import AsgiApp, Message, Receive, Scope, Send, header, se
 from router.http_errors import error_body, error_headers
 from router.tenants import DEFAULT_TENANT, ApiKeys
 
-OPEN_PATHS = frozenset({"/livez"})
+# What supervisors and load balancers ask, which hold no key: whether the process lives, which roles could serve now.
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health"})
 _SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -64,8 +65,15 @@ class HttpGuard:
         if self._keys is None:
             _check_loopback(scope)
         elif scope["path"] not in OPEN_PATHS:
-            tenant = self._keys.tenant_of(header(scope, b"authorization").decode("latin-1"))
+            tenant = self._keys.tenant_of(_authorization(scope))
             state.update(tenant=tenant, is_operator=tenant in self._keys.operators)
+
+
+def _authorization(scope: Scope) -> str:
+    """Anthropic's clients send the same keys in a header of their own."""
+    value = header(scope, b"authorization").decode("latin-1")
+    own_key = header(scope, b"x-api-key").decode("latin-1")
+    return f"Bearer {own_key}" if own_key and not value else value
 
 
 def _check_loopback(scope: Scope) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cluster.errors import InvalidRequest, RequestCancelled
+from cluster.errors import InvalidRequest, RequestCancelled, TandemError
 from router.api_types import ChatPrompt, Prompt, TextPrompt
 from router.asgi_types import Receive, Scope, Send, send_response
 from router.chat_messages import check_messages
@@ -29,8 +29,10 @@ class TokenEndpoint:
         answer: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
         encoder: PromptEncoder,
         max_body_bytes: int,
+        error_body: Callable[[TandemError], bytes] = error_body,
     ) -> None:
         self._answer = answer
+        self._error_body = error_body
         self._encoder = encoder
         self._max_body_bytes = max_body_bytes
 
@@ -42,7 +44,7 @@ class TokenEndpoint:
             return
         except Exception as raised:
             error = as_tandem_error(raised)
-            await send_response(send, error.http_status, JSON_TYPE, error_body(error), error_headers(error))
+            await send_response(send, error.http_status, JSON_TYPE, self._error_body(error), error_headers(error))
             return
         await send_response(send, 200, JSON_TYPE, answer)
 

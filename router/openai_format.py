@@ -15,10 +15,12 @@ from typing import Any
 from google.protobuf import json_format
 from tandem.v1 import common_pb2
 
+from cluster.errors import TandemError
 from cluster.tokenizer import Tokenizer
 from router.answer import Answer, ChoiceUpdate, Usage
 from router.api_types import ApiKind, GenerationRequest, TextPrompt
 from router.choice_text import ShownToken
+from router.http_errors import error_event
 from router.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from router.openai_tools import ToolCallReader, delta_json, whole_calls
 from router.tool_format import ToolFormat
@@ -85,6 +87,9 @@ class OpenAiWriter:
         if self._request.wants_timeline:
             body["tandem"] = {"timeline": timeline_json(self._answer)}
         return json.dumps(body).encode()
+
+    def error_event(self, error: TandemError) -> bytes:
+        return error_event(error)
 
     # --- chunks -------------------------------------------------------------------------------------------------------
 

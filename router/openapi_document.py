@@ -8,6 +8,8 @@ from typing import Any
 from router.chat_messages import ROLES
 from router.field_rules import Rule
 from router.limits import MAX_SEQUENCES_PER_REQUEST, ServingLimits, chat_fields, completion_fields
+from router.messages_body import messages_fields, turns_schema
+from router.responses_body import input_schema, responses_fields
 
 _ERROR = {
     "type": "object",
@@ -45,6 +47,12 @@ def openapi_document(limits: ServingLimits) -> dict[str, Any]:
                     _object(completion_fields(limits), {"prompt": _prompt(token_id)}, limits.model_name), is_stream=True
                 )
             },
+            "/v1/responses": {
+                "post": _operation(
+                    _object(responses_fields(limits), {"input": input_schema()}, limits.model_name), is_stream=True
+                )
+            },
+            "/v1/messages": {"post": _operation(_messages_body(limits), is_stream=True)},
             "/tokenize": {"post": _operation(_token_body("prompt", {"type": "string", "minLength": 1}))},
             "/detokenize": {"post": _operation(_token_body("tokens", {"type": "array", "items": token_id}))},
             **{path: {"get": _operation(None)} for path in ("/v1/models", "/livez", "/readyz", "/statusz")},
@@ -61,6 +69,12 @@ def _object(rules: Mapping[str, Rule], unchecked: Mapping[str, Any], model_name:
         "properties": {"model": {"enum": [model_name]}, **nullable, **unchecked},
         "additionalProperties": False,
     }
+
+
+def _messages_body(limits: ServingLimits) -> dict[str, Any]:
+    body = _object(messages_fields(limits), {"messages": turns_schema()}, limits.model_name)
+    body["properties"] |= {"max_tokens": messages_fields(limits)["max_tokens"].schema(), "system": {"type": "string"}}
+    return {**body, "required": [*body["required"], "max_tokens"]}
 
 
 def _token_body(name: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -61,13 +61,25 @@ class RequestParser:
     def parse_chat(self, body: Mapping[str, Any], around: AroundBody = NOTHING_AROUND) -> GenerationRequest:
         """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
         values = check_fields(body, self._chat_fields, frozenset({"messages"}))
-        self._check_model(values)
+        self.check_model(values)
         if "messages" not in body:
             raise InvalidRequest("messages is missing", param="messages")
-        messages = check_messages(body["messages"], self.limits)
+        return self.chat_request(ApiKind.CHAT, values, check_messages(body["messages"], self.limits), around)
+
+    def chat_request(
+        self,
+        kind: ApiKind,
+        values: Mapping[str, Any],
+        messages: tuple[Mapping[str, Any], ...],
+        around: AroundBody,
+    ) -> GenerationRequest:
+        """From checked values under the names of `chat_fields`, whichever API's body they come from.
+
+        Raises `InvalidRequest` for values that contradict each other.
+        """
         use = tool_use(values)
         request = GenerationRequest(
-            kind=ApiKind.CHAT,
+            kind=kind,
             prompts=(ChatPrompt(messages, () if use is None else use.tools),),
             max_tokens=_chat_max_tokens(values, self._default_max_tokens),
             logprobs=_chat_logprobs(values),
@@ -79,7 +91,7 @@ class RequestParser:
     def parse_completion(self, body: Mapping[str, Any], around: AroundBody = NOTHING_AROUND) -> GenerationRequest:
         """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
         values = check_fields(body, self._completion_fields, frozenset({"prompt"}))
-        self._check_model(values)
+        self.check_model(values)
         if body.get("prompt") is None:
             raise InvalidRequest("prompt is missing", param="prompt")
         prompts = self._check_prompt(body["prompt"])
@@ -103,7 +115,8 @@ class RequestParser:
         described = tuple(tool.check(is_followed=guide is not None) for tool in use.tools)
         return dataclasses.replace(request, guide=guide, described=described)
 
-    def _check_model(self, values: Mapping[str, Any]) -> None:
+    def check_model(self, values: Mapping[str, Any]) -> None:
+        """Raises `InvalidRequest` without a name and `ModelNotFound` for another one's."""
         name = values.get("model")
         if name is None:
             raise InvalidRequest(f"model is missing; served: {self.limits.model_name}", param="model")

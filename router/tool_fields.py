@@ -26,28 +26,15 @@ class ToolRule:
     """One entry of `tools`."""
 
     def check(self, value: Any, param: str) -> Tool:
-        Record({"type": _Function(), "function": _AnyObject()}, required=("type", "function")).check(value, param)
-        function, place = value["function"], f"{param}.function"
-        rules: dict[str, Rule] = {"name": Text(1, 64), "description": Text(0, MAX_DESCRIPTION_CHARS), "strict": Flag()}
-        rest = {name: item for name, item in function.items() if name != "parameters"}
-        values = Record(rules, required=("name",)).check(rest, place)
-        if _NAME.fullmatch(values["name"]) is None:
-            raise invalid_value(f"{place}.name", values["name"], "letters, digits, `_`, `.` and `-`")
-        parameters = function.get("parameters")
-        schema = NO_PARAMETERS if parameters is None else check_schema(parameters, f"{place}.parameters")
-        return Tool(values["name"], values.get("description", ""), schema, values.get("strict", False), param)
+        Record({"type": FunctionType(), "function": AnyObject()}, required=("type", "function")).check(value, param)
+        return checked_function(value["function"], f"{param}.function", "parameters")
 
     def schema(self) -> dict[str, Any]:
         function = {
             "type": "object",
             "required": ["name"],
             "additionalProperties": False,
-            "properties": {
-                "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
-                "description": {"type": "string", "maxLength": MAX_DESCRIPTION_CHARS},
-                "strict": {"type": "boolean"},
-                "parameters": {"type": "object"},
-            },
+            "properties": function_properties("parameters"),
         }
         return {
             "type": "object",
@@ -65,7 +52,7 @@ class ToolChoice:
             if value not in {mode.value for mode in ToolMode}:
                 raise invalid_value(param, value, "none, auto, required or a function's name in an object")
             return ToolMode(value), ""
-        Record({"type": _Function(), "function": _AnyObject()}, required=("type", "function")).check(value, param)
+        Record({"type": FunctionType(), "function": AnyObject()}, required=("type", "function")).check(value, param)
         named = Record({"name": Text(1, 64)}, required=("name",)).check(value["function"], f"{param}.function")
         return ToolMode.REQUIRED, named["name"]
 
@@ -83,6 +70,28 @@ class ToolChoice:
 
 
 TOOLS = ListOf(ToolRule(), MAX_TOOLS, names_items=True)
+
+
+def checked_function(function: Mapping[str, Any], place: str, schema_field: str) -> Tool:
+    """A function's name, description and schema, whatever the API calls the schema. Raises `InvalidRequest`."""
+    rules: dict[str, Rule] = {"name": Text(1, 64), "description": Text(0, MAX_DESCRIPTION_CHARS), "strict": Flag()}
+    rest = {name: item for name, item in function.items() if name != schema_field}
+    values = Record(rules, required=("name",)).check(rest, place)
+    if _NAME.fullmatch(values["name"]) is None:
+        raise invalid_value(f"{place}.name", values["name"], "letters, digits, `_`, `.` and `-`")
+    parameters = function.get(schema_field)
+    schema = NO_PARAMETERS if parameters is None else check_schema(parameters, f"{place}.{schema_field}")
+    return Tool(values["name"], values.get("description", ""), schema, values.get("strict", False), place, schema_field)
+
+
+def function_properties(schema_field: str) -> dict[str, Any]:
+    """The same fields as JSON Schema."""
+    return {
+        "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+        "description": {"type": "string", "maxLength": MAX_DESCRIPTION_CHARS},
+        "strict": {"type": "boolean"},
+        schema_field: {"type": "object"},
+    }
 
 
 def tool_use(values: Mapping[str, Any]) -> ToolUse | None:
@@ -117,7 +126,7 @@ def _check_names(tools: tuple[Tool, ...]) -> None:
         )
 
 
-class _Function:
+class FunctionType:
     """OpenAI's other kinds of tools run on its own servers."""
 
     def check(self, value: Any, param: str) -> str:
@@ -129,7 +138,7 @@ class _Function:
         return {"enum": ["function"]}
 
 
-class _AnyObject:
+class AnyObject:
     def check(self, value: Any, param: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise invalid_value(param, value, "an object")

@@ -75,7 +75,7 @@ def call_guide(use: ToolUse, form: ToolFormat) -> Guide | None:
             return None
         if not form.opening:
             raise unsupported_parameter(
-                f"{strict.param}.function.strict",
+                f"{strict.param}.strict",
                 "this model's calls begin without a mark; set tool_choice to required",
             )
         return Guide("grammar", _calls_within_text(use, form), "tools")

@@ -77,6 +77,9 @@ def serve(
     host: Annotated[str | None, typer.Option(help="address of the HTTP and gRPC fronts")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free one", min=0, max=65535)] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any free one", min=0, max=65535)] = None,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="keys of `tandem key create`: needed on an address that others can reach")
+    ] = None,
     redis_url: Annotated[str | None, typer.Option(help="your own Redis instead of the embedded one")] = None,
     seed: Annotated[int | None, typer.Option(help="base of the seeds of requests that name none")] = None,
     autoscale: Annotated[
@@ -102,6 +105,8 @@ def serve(
 
     [dim]tandem serve --autoscale deploy/policies/latency-first.yaml[/dim]  the pools follow the traffic
 
+    [dim]tandem serve --host 0.0.0.0 --api-keys-file keys.txt[/dim]  for other machines; `tandem key create` makes a key
+
     [dim]tandem serve --config cluster.yaml --transport tcp[/dim]
     """
     from deploy.config import DEFAULT_CLUSTER_FILE, load_cluster_config, override
@@ -118,7 +123,8 @@ def serve(
         "block_tokens": block_tokens,
         "router.policy": policy, "router.prefill_fallback": prefill_fallback,
         "decode.itl_slo_ms": itl_slo_ms, "aggregated.itl_slo_ms": itl_slo_ms,
-        "router.host": host, "router.port": port, "router.grpc_port": grpc_port, "redis.url": redis_url,
+        "router.host": host, "router.port": port, "router.grpc_port": grpc_port,
+        "router.api_keys_file": api_keys_file, "redis.url": redis_url,
         "seed": seed, "autoscale": autoscale, "drain_timeout_s": drain_timeout_s, "link_bytes_per_s": link_bytes_per_s,
     }  # fmt: skip
     loaded = load_cluster_config(config or DEFAULT_CLUSTER_FILE)

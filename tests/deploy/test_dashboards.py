@@ -19,7 +19,7 @@ from deploy.config import DEFAULT_CLUSTER_FILE, ClusterConfig, PoolConfig, Route
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "dashboards" / "tandem.json").read_text())
-METRIC = re.compile(r"\b((?:tandem|process)_[a-z_]+)")
+METRIC = re.compile(r"\b((?:tandem|process)_[a-z0-9_]+)")
 PROMETHEUS_LABELS = {"le", "job", "instance"}
 
 
@@ -49,6 +49,13 @@ def _suffixes(kind: str) -> tuple[str, ...]:
 def _labels(registry: CollectorRegistry, family: str) -> tuple[str, ...]:
     collectors = registry._names_to_collectors  # the only place where a metric without samples keeps its labels
     return getattr(collectors.get(family), "_labelnames", ())
+
+
+def test_every_metric_in_the_documents_exists() -> None:
+    known = {name.removesuffix(suffix) for name in exported() for suffix in ("", "_bucket")}
+    written = set(METRIC.findall((DEPLOY.parent / "docs" / "api.md").read_text()))
+    assert len(written) > 15
+    assert written <= known
 
 
 @pytest.mark.parametrize(("title", "expression"), list(expressions()), ids=lambda value: value[:24])

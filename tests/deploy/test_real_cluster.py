@@ -170,6 +170,24 @@ def test_generate_start_streams_an_answer_with_its_timeline_and_stops(
     assert [path.name for path in clusters.runtime_base.iterdir()] == [".lock"]
 
 
+def test_s_b38_a_cluster_with_keys_comes_up_and_answers_their_holders_alone(clusters: Clusters, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.txt"
+    created = subprocess.run(
+        tandem_command("key", "create", "someone", "--file", str(keys)),
+        env=clusters.environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
+    )  # fmt: skip
+    pools = ("--prefill", "0", "--decode", "0", "--aggregated", "1")
+    cluster = clusters.serve("--engine", "mock", "--host", "0.0.0.0", "--api-keys-file", str(keys), *pools)  # noqa: S104
+    asked = tandem_command("generate", "Hello!", "--max-tokens", "2", "--url", cluster.url)
+    for key, status in (("", 1), ("wrong", 1), (created.stdout.strip(), 0)):
+        environment = {**clusters.environment, "TANDEM_API_KEY": key}
+        ended = subprocess.run(
+            asked, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+        assert ended.returncode == status, ended.stderr
+        assert ("API key" in ended.stderr) == (status != 0), ended.stderr
+
+
 def test_s_b1_every_listener_is_loopback_or_a_unix_socket_and_no_secret_shows(shared: RunningCluster) -> None:
     token_flag = "--cluster-token-file="
     (token_file,) = {

@@ -124,7 +124,7 @@ async def test_s_b58_an_unknown_code_is_an_internal_error(router: RunningRouter,
     assert answer.status_code == 500
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/audio/speech", "/rerank"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/assistants", "/v1/audio/speech", "/rerank"])
 async def test_other_services_are_refused_by_name(http: httpx.AsyncClient, path: str) -> None:
     answer = await http.post(path, json={"model": MODEL, "input": "a"})
     assert answer.status_code == 404

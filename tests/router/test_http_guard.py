@@ -66,13 +66,14 @@ async def test_every_response_carries_security_headers(http: httpx.AsyncClient) 
 
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", f"/v1/models/{MODEL}", "/tokenize", "/detokenize",
-    "/readyz", "/metrics", "/statusz", "/explain/x", "/workers/x/drain", "/openapi.json", "/nothing",
+    "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/metrics", "/statusz", "/explain/x", "/workers/x/drain", "/openapi.json", "/nothing",
 )  # fmt: skip
 DISGUISES = ("{}", "{}/", "/{}", "/x/..{}", "/livez/..{}", "/livez%2f..{}", "{}?key=x", "/LIVEZ{}")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 
-async def test_s_b38_every_route_and_method_needs_a_key_but_livez(start_router: StartRouter) -> None:
+async def test_s_b38_every_route_and_method_needs_a_key_but_the_probes(start_router: StartRouter) -> None:
     router = await start_router(keys=_keys())
     async with httpx.AsyncClient(base_url=router.url) as http:
         for path in PATHS:
@@ -83,6 +84,12 @@ async def test_s_b38_every_route_and_method_needs_a_key_but_livez(start_router: 
                     answer = await http.send(request)
                     assert answer.status_code == 401, (method, disguise, path)
         assert (await http.get("/livez")).status_code == 200
+        for probe in ("/readyz", "/health"):  # nobody could serve
+            assert (await http.get(probe)).status_code == 503
+        await router.add_worker(router.new_worker("a", "aggregated"))
+        for probe in ("/readyz", "/health"):
+            answer = await http.get(probe)
+            assert (answer.status_code, answer.json()) == (200, {"status": "ready", "pools": {"aggregated": 1}})
 
 
 async def test_s_b37_right_keys_name_their_tenant_and_wrong_ones_are_401(start_router: StartRouter) -> None:

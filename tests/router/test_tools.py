@@ -50,7 +50,7 @@ def says(text: str, reason: common_pb2.FinishReason.ValueType = common_pb2.FINIS
 
 def tool(described: dict[str, Any], *, is_strict: bool = False) -> Tool:
     parameters = json.dumps(described["function"].get("parameters", {"type": "object", "properties": {}}))
-    return Tool(described["function"]["name"], "", parameters, is_strict, "tools[0]")
+    return Tool(described["function"]["name"], "", parameters, is_strict, "tools[0].function")
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
