@@ -19,9 +19,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import psutil
-
 from benchmarks.cluster_under_test import started_cluster
+from benchmarks.mock_fleet import found_processes, start_cost
 from benchmarks.openai_client import Endpoint
 from benchmarks.routed_run import RoutedRun, imbalance, run_workload
 from benchmarks.routing_workloads import Traffic, chats, documents, shared_system_prompt, single_token_words
@@ -59,15 +58,6 @@ def row(policy: str, workload: str, num_workers: int, run: RoutedRun, planned: l
     )
 
 
-def fleet_cost() -> str:
-    """What the processes of a cluster that has just become ready have taken: memory that is theirs, and CPU time."""
-    processes = psutil.Process().children(recursive=True)
-    workers = [process for process in processes if any("_worker" in part for part in process.cmdline())]
-    pss_mib = sum(process.memory_full_info().pss for process in workers) / 2**20
-    cpu_s = sum(sum(process.cpu_times()[:2]) for process in workers)
-    return f"{len(workers)} workers ready: {pss_mib:,.0f} MiB and {cpu_s:.0f} s of CPU time in all"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", action="append", choices=POLICIES, help="may be repeated; default: all")
@@ -90,7 +80,7 @@ def main() -> None:
                 tempfile.TemporaryDirectory(prefix="tdm-") as directory,
                 started_cluster(["--engine", "mock", *pools, "--policy", policy], Path(directory) / "serve.log") as url,
             ):
-                print(f"<!-- {fleet_cost()} -->", file=sys.stderr)
+                print(f"<!-- {start_cost(found_processes())} -->", file=sys.stderr)
                 run = asyncio.run(run_workload(Endpoint(url, served_name(model)), planned))
             print(row(policy, workload, num_prefill, run, planned), flush=True)
 

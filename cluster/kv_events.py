@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,10 @@ MAX_STREAM_ENTRIES = 4096
 MAX_PENDING_EVENTS = 8192
 # A router enters so many in two milliseconds; a larger snapshot comes in parts, and requests are served between them.
 MAX_HASHES_PER_EVENT = 4_096
+# Notes go out at once after a pause, and at most this often: a worker that is asked nothing sends nothing.
 FLUSH_INTERVAL_S = 0.05
-ASK_INTERVAL_S = 0.25
+# What an idle worker still does: it looks whether a router asks for a snapshot, and keeps its stream from expiring.
+ASK_INTERVAL_S = 1.0
 # A stream outlives its worker by this.
 STREAM_TTL_S = 60
 ASK_TTL_S = 10
@@ -76,6 +79,9 @@ class KvEventPublisher:
         # What an earlier process left in the stream is void.
         self._needs_snapshot = True
         self._last_seq = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_notes = asyncio.Event()
+        self._is_told = False  # the loop knows that there are notes: it need not be told of each
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -131,6 +137,8 @@ class KvEventPublisher:
             self._note(_Note(membership_pb2.KV_EVENT_OP_CLEARED))
 
     def start(self) -> None:
+        with self._lock:
+            self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._send_for_ever(), name="kv-events")
 
     async def stop(self) -> None:
@@ -144,6 +152,10 @@ class KvEventPublisher:
             self._needs_snapshot = True
         else:
             self._pending.append(note)
+        if self._loop is not None and not self._is_told:
+            self._is_told = True
+            with suppress(RuntimeError):  # the loop has ended: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._has_notes.set)
 
     async def _send_for_ever(self) -> None:
         next_ask_s = 0.0
@@ -152,11 +164,18 @@ class KvEventPublisher:
                 if time.monotonic() >= next_ask_s:
                     next_ask_s = time.monotonic() + ASK_INTERVAL_S
                     await self._look_for_asks()
-                await self._flush()
+                if await self._flush():
+                    await asyncio.sleep(FLUSH_INTERVAL_S)
             except RedisUnavailable:
-                # Nobody knows which of the last events arrived.
+                # Nobody knows which of the last events arrived. A Redis that is away is not asked for each note.
                 self._needs_snapshot = True
-            await asyncio.sleep(FLUSH_INTERVAL_S)
+                await asyncio.sleep(ASK_INTERVAL_S)
+            await self._notes_or_time_to_ask(next_ask_s - time.monotonic())
+
+    async def _notes_or_time_to_ask(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_notes.wait()
 
     async def _look_for_asks(self) -> None:
         if await self._redis.run(self._take_ask):
@@ -168,10 +187,12 @@ class KvEventPublisher:
         )
         return asked is not None
 
-    async def _flush(self) -> None:
+    async def _flush(self) -> bool:
+        """Sends what there is. Whether there was something."""
         events = self._take_events()
         if events:
             await self._redis.run(lambda redis: self._add(redis, events))
+        return bool(events)
 
     def _take_events(self) -> list[membership_pb2.KvEvent]:
         """The notes as numbered events; in their place, when some were lost, all that is held."""
@@ -179,9 +200,17 @@ class KvEventPublisher:
             if self._needs_snapshot:
                 self._needs_snapshot = False
                 self._pending.clear()
+                self._all_taken()
                 return self._snapshot(sorted(self._held), sorted(self._below))
             notes = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_STREAM_ENTRIES // 4))]
+            if not self._pending:
+                self._all_taken()
         return [self._event(note.op, note.hashes, note.parent) for note in notes]
+
+    def _all_taken(self) -> None:
+        """The next note wakes the loop again. On the event loop, under the lock."""
+        self._is_told = False
+        self._has_notes.clear()
 
     def _snapshot(self, held: list[BlockHash], below: list[BlockHash]) -> list[membership_pb2.KvEvent]:
         """A snapshot of the first part; the rest of a very large cache, and lower tiers, follow in further events."""

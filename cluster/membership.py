@@ -109,9 +109,11 @@ class MembershipView:
         on_change: Callable[[MembershipChange], None],
         state: MembershipState | None = None,
         clock: Callable[[], float] = time.monotonic,
+        poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         """`on_change` is called on the event loop, once for each change, and must not block."""
         self._redis = redis
+        self._poll_interval_s = poll_interval_s
         self._on_change = on_change
         self._state = state or MembershipState()
         self._clock = clock
@@ -154,7 +156,7 @@ class MembershipView:
         while True:
             await self._poll()
             self._first_poll_done.set()
-            await asyncio.sleep(POLL_INTERVAL_S)
+            await asyncio.sleep(self._poll_interval_s)
 
     async def _poll(self) -> None:
         try:

@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from engine.runner_factory import BuiltRunner
 
 STOP_ENGINE_TIMEOUT_S = 5.0
+# A placement names its prefill worker with address and incarnation: membership only lets us connect ahead of it. All
+# decode workers reading all records as often as a router does would keep a large fleet busy with itself.
+PEERS_POLL_INTERVAL_S = 2.0
 
 
 class DecodeNode:
@@ -85,7 +88,9 @@ class DecodeNode:
         self._landings = KvLandings(
             LandingResources(self._reservations, self._peers, self._table, parts.layout, metrics, ProtocolLimits())
         )
-        self._view = MembershipView(context.redis, self._peers.on_membership) if context.redis is not None else None
+        self._view: MembershipView | None = None
+        if context.redis is not None:
+            self._view = MembershipView(context.redis, self._peers.on_membership, poll_interval_s=PEERS_POLL_INTERVAL_S)
         self._outputs = EngineOutputs(self.live, self._counters)
         self._sessions = SessionService(self)
         self._resources = FlowResources(

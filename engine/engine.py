@@ -94,6 +94,8 @@ class Engine:
         self._is_blocked = False  # nothing can run until something changes outside
         self._num_failed_steps = 0
         self._figures = StepFigures()  # the engine thread's last step, for `load`
+        self._has_ended = False
+        self._tell_ended: Callable[[], None] = _nobody_waits
         pool.add_freed_listener(self._blocks_freed)
 
     # --- any thread -------------------------------------------------------------------------------------------------
@@ -162,6 +164,13 @@ class Engine:
             counters.update(self._speculator.counters())
         return counters
 
+    def tell_when_ended(self, callback: Callable[[], None]) -> None:
+        """Called once the engine's thread takes nothing any more, from that thread; here and now if it does so already.
+        It may be called twice."""
+        self._tell_ended = callback
+        if self._has_ended:
+            callback()
+
     @property
     def is_running(self) -> bool:
         """Whether the engine's thread takes requests; False before `start`, after `stop`, and once it has given up."""
@@ -199,6 +208,8 @@ class Engine:
             reason = f"{MAX_FAILED_STEPS} steps in a row failed"
         finally:
             self._end_everything(reason)
+            self._has_ended = True
+            self._tell_ended()
 
     def _idle_timeout_s(self) -> float | None:
         """How long the thread may sleep when nobody calls: not at all with work, until a deadline, for ever."""
@@ -395,3 +406,7 @@ class Engine:
 
 def _drop(outputs: Chunks[SequenceOutput]) -> None:
     """The sink before `start`: nothing runs yet."""
+
+
+def _nobody_waits() -> None:
+    """Who is told of the end of a thread that nobody watches."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:  # a mock worker runs without torch
     from engine.tensor_parallel.sharded_runner import ShardedRunner
 
 OpenSpeculator = Callable[[WorkerSettings, "BuiltRunner"], Speculator | None]
-
-FAILURE_POLL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +93,14 @@ class WorkerEngine:
 
     async def wait_for_failure(self) -> str:
         """Returns once the engine's thread has ended by itself: the worker cannot serve any more."""
-        while self.engine.is_running:  # noqa: ASYNC110  a thread's end is no event of the loop
-            await asyncio.sleep(FAILURE_POLL_S)
+        loop, has_ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and everybody who waited with it
+                loop.call_soon_threadsafe(has_ended.set)
+
+        self.engine.tell_when_ended(tell)
+        await has_ended.wait()
         return "the engine's thread has ended"
 
     def reset_prefix_cache(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from tandem.v1 import common_pb2, membership_pb2
@@ -14,6 +15,7 @@ from tandem.v1 import common_pb2, membership_pb2
 from cluster import kv_events
 from cluster.identity import BlockHash, WorkerId, new_incarnation
 from cluster.kv_events import KvEventPublisher, KvEventReader
+from cluster.redis_client import Answer, RedisClient
 from tests.cluster.conftest import RedisServer
 
 A = WorkerId("prefill-0")
@@ -144,6 +146,39 @@ async def test_f11_flush_is_followed_by_a_snapshot_for_whoever_asks(redis_server
         async with reading(redis_server) as (reader, index):
             reader.ask_snapshot(A)
             await until(lambda: index.held == {block_hash(1)})
+
+
+class CountingClient(RedisClient):
+    """A client that knows how often it was used."""
+
+    num_commands = 0
+
+    async def run(self, command: Callable[[Any], Awaitable[Answer]]) -> Answer:
+        self.num_commands += 1
+        return await super().run(command)
+
+
+async def test_a_publisher_that_has_nothing_to_tell_hardly_wakes_up(redis_server: RedisServer) -> None:
+    client = CountingClient(redis_server.embedded.url, redis_server.embedded.password_file)
+    publisher = KvEventPublisher(client, common_pb2.WorkerIdentity(worker_id=A, incarnation=new_incarnation()))
+    publisher.start()
+    started_s = time.monotonic()
+    await until(lambda: client.num_commands >= 4)  # the first snapshot, and looking for asks
+    took_s = time.monotonic() - started_s
+    await publisher.stop()
+    await client.close()
+    assert took_s >= 1.8 * kv_events.ASK_INTERVAL_S
+
+
+async def test_a_note_goes_out_without_waiting_for_the_next_look_for_asks(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "ASK_INTERVAL_S", 100 * TIMEOUT_S)
+    async with publishing(redis_server) as publisher, reading(redis_server) as (_, index):
+        for number in range(3):
+            await asyncio.to_thread(publisher.stored, None, [block_hash(number)])  # as from the engine's thread
+            await until(lambda: len(index.held) == number + 1)  # noqa: B023  awaited here and now
+        assert index.gaps == 0
 
 
 async def test_more_notes_than_fit_become_a_snapshot(

@@ -519,14 +519,19 @@ def test_a_preempted_request_survives_the_failed_step_of_another() -> None:
 
 def test_an_engine_that_always_fails_gives_up_loudly() -> None:
     with EngineBench(is_gated=True) as bench:
+        has_ended = threading.Event()
+        bench.engine.tell_when_ended(has_ended.set)
         bench.runner.failures.extend(RuntimeError(f"failure {n}") for n in range(3))
         for index in range(3):
             bench.submit(f"r{index}", prompt(3))
             bench.permit(1)
             assert bench.sink.end(f"r{index}").finish_reason is FinishReason.ERROR
-        bench.engine._thread.join(DEADLINE_S)
+        assert has_ended.wait(DEADLINE_S)
         with pytest.raises(WorkerUnavailable, match="in a row failed"):
             bench.submit("later", prompt(3))
+        told_late = threading.Event()
+        bench.engine.tell_when_ended(told_late.set)
+        assert told_late.is_set()
 
 
 def test_a_sink_that_raises_does_not_stop_the_engine() -> None:
