@@ -1,10 +1,11 @@
 """One prefill worker as this decode worker sees it: one Handoff stream, kept up with bounded back-off.
 
     CONNECTING ──HelloAck accepted──> READY ──stream broken, 3 pings missed, new incarnation──> BROKEN
-        │ ^                                                                                       │
-        │ ├──────────────────────────────────────── back-off ─────────────────────────────────────┘
-        │ └──new incarnation, or refused_retry_s──┐
-        └──────HelloAck refused───────────────> REFUSED
+      ^ │ ^                             │                                                         │
+      │ │ ├─────────────────────────────│────────── back-off ─────────────────────────────────────┘
+      │ │ └──new incarnation, or refused_retry_s──┐
+      │ └──────HelloAck refused───────────────> REFUSED
+      └──a request names it── IDLE <────┘ one of many, and no request has needed it for a while
 
 Messages of a transfer go to the listener that registered its key. When the stream breaks every listener hears
 `peer_gone` at once. It knows nothing of blocks or of requests.
@@ -27,6 +28,7 @@ from cluster.ended_tasks import end_tasks
 from cluster.errors import TandemError, WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId
 from cluster.racing_tasks import first_of
+from decode_worker.peer_use import PeerUse
 from kv_transfer.transfer_ref import TransferRef
 
 MAX_MISSED_PINGS = 3
@@ -43,7 +45,11 @@ class PeerTiming:
     """When a peer is dead, and how soon it is tried again."""
 
     handshake_timeout_s: float = 5.0
-    ping_interval_s: float = 1.0  # dead after MAX_MISSED_PINGS of them, at once on a broken stream
+    # Dead after MAX_MISSED_PINGS of them, at once on a broken stream. While nothing of ours is live there, as seldom as
+    # the peer itself allows (`HelloAck.idle_ping_ms`).
+    ping_interval_s: float = 1.0
+    # A link among many that no request has needed for so long is closed: its ring, threads and pings are for nothing.
+    unused_after_s: float = 60.0
     min_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     # A refusal is a difference of settings: it lasts until somebody restarts one side, and a restart shows as a new
@@ -52,6 +58,7 @@ class PeerTiming:
 
 
 class PeerState(enum.Enum):
+    IDLE = "idle"
     CONNECTING = "connecting"
     READY = "ready"
     REFUSED = "refused"
@@ -81,6 +88,7 @@ class PeerLink:
     transport_reason: str
     measured_gb_per_s: float
     silent: asyncio.Event
+    idle_ping_s: float = 0.0  # while nothing of ours is live there; 0: as often as otherwise
 
 
 class Handshake(Protocol):
@@ -98,18 +106,21 @@ class Handshake(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class PeerResources:
+    """What all peers of a decode worker share."""
+
+    open_channel: Callable[[str], grpc.aio.Channel]
+    handshake: Handshake
+    load_report: Callable[[], worker_pb2.LoadReport]
+    timing: PeerTiming
+    connects_ahead: Callable[[], bool]  # there are few enough of them to be connected to all
+
+
 class PrefillPeer:
     """Owned by `PrefillPeers`; lives as long as the worker id is known. Used on the event loop only."""
 
-    def __init__(
-        self,
-        worker_id: WorkerId,
-        address: str,
-        open_channel: Callable[[str], grpc.aio.Channel],
-        handshake: Handshake,
-        load_report: Callable[[], worker_pb2.LoadReport],
-        timing: PeerTiming,
-    ) -> None:
+    def __init__(self, worker_id: WorkerId, address: str, resources: PeerResources) -> None:
         self.worker_id = worker_id
         self.address = address
         self.state = PeerState.CONNECTING
@@ -117,11 +128,9 @@ class PrefillPeer:
         self.link: PeerLink | None = None
         self.refused_incarnation = Incarnation("")
         self.refused_field = ""
-        self.remote_load = worker_pb2.LoadReport()
-        self._open_channel = open_channel
-        self._handshake = handshake
-        self._load_report = load_report
-        self._timing = timing
+        self._resources = resources
+        self._timing = resources.timing
+        self._use = PeerUse()
         self._listeners: dict[TransferRef, TransferListener] = {}
         self._outgoing: asyncio.Queue[handoff_pb2.DecodeToPrefill] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._state_changed = asyncio.Condition()
@@ -135,6 +144,9 @@ class PrefillPeer:
     async def ready(self, timeout_s: float) -> PeerLink:
         """The link once there is one. Raises `WorkerUnavailable` at once while the peer is refused or in back-off,
         and after `timeout_s` while it is connecting or about to: a placement may be first to speak of a restart."""
+        self._use.began()
+        if self.state is PeerState.IDLE:
+            self._retry_now.set()
         try:
             async with asyncio.timeout(timeout_s), self._state_changed:
                 await self._state_changed.wait_for(lambda: not self._is_about_to_change)
@@ -146,10 +158,12 @@ class PrefillPeer:
 
     @property
     def _is_about_to_change(self) -> bool:
-        return self.state is not PeerState.CLOSED and (self.state is PeerState.CONNECTING or self._retry_now.is_set())
+        is_changing = self.state in (PeerState.CONNECTING, PeerState.IDLE)
+        return self.state is not PeerState.CLOSED and (is_changing or self._retry_now.is_set())
 
     def register(self, ref: TransferRef, listener: TransferListener) -> None:
         self._listeners[ref] = listener
+        self._use.began()
 
     def unregister(self, ref: TransferRef) -> None:
         self._listeners.pop(ref, None)
@@ -202,12 +216,15 @@ class PrefillPeer:
 
     async def _keep_connected(self) -> None:
         failures = 0
-        while not self._is_retired:
+        while await self._is_wanted():
             await self._enter(PeerState.CONNECTING, "")
             self._retry_now.clear()
             try:
                 await self._serve_one_connection()
                 reason = "the peer ended the stream"
+            except _Unused:
+                logger.info("prefill worker %s: its link was not needed and is closed", self.worker_id)
+                continue
             except asyncio.CancelledError:
                 self._drop_listeners("this worker closes")
                 raise
@@ -230,11 +247,25 @@ class PrefillPeer:
             await self._pause(min(self._timing.max_backoff_s, self._timing.min_backoff_s * 2**failures))
         await self._enter(PeerState.CLOSED, "left the cluster")
 
+    async def _is_wanted(self) -> bool:
+        """Returns once there shall be a connection; False when there shall be none any more."""
+        self._retry_now.clear()
+        while not self._is_retired and self._may_rest() and self.state is not PeerState.REFUSED:
+            if self.state is not PeerState.IDLE:
+                await self._enter(PeerState.IDLE, "")
+                continue  # a request may have come meanwhile
+            await self._retry_now.wait()
+            self._retry_now.clear()
+        return not self._is_retired
+
+    def _may_rest(self) -> bool:
+        return not self._resources.connects_ahead() and not self._use.was_used_within(self._timing.unused_after_s)
+
     async def _serve_one_connection(self) -> None:
-        """Returns when the peer ends the stream; raises when it breaks or falls silent."""
-        async with self._open_channel(self.address) as channel:
+        """Returns when the peer ends the stream; raises when it breaks or falls silent, or when nobody needs it."""
+        async with self._resources.open_channel(self.address) as channel:
             stream = handoff_pb2_grpc.PrefillWorkerStub(channel).Handoff()  # type: ignore[call-arg]  # written to later
-            hello, silent = self._handshake.hello(self.worker_id), asyncio.Event()
+            hello, silent = self._resources.handshake.hello(self.worker_id), asyncio.Event()
             loop = asyncio.get_running_loop()
             try:
                 # No `wait_for`: its task and what it raises hold each other, and with them the stream.
@@ -251,18 +282,21 @@ class PrefillPeer:
                 )
                 incarnation = hello.identity.incarnation
                 await first_of(
-                    self._read(stream), self._write(stream), self._ping(incarnation), self._wait_for_replacement()
+                    self._read(stream),
+                    self._write(stream),
+                    self._ping(incarnation, self.link.idle_ping_s),
+                    self._wait_for_replacement(),
                 )
             finally:
                 stream.cancel()
-                self._handshake.goodbye(hello, lambda: _set_from_thread(loop, silent))
+                self._resources.handshake.goodbye(hello, lambda: _set_from_thread(loop, silent))
 
     async def _shake_hands(self, stream: HandoffCall, hello: handoff_pb2.Hello, silent: asyncio.Event) -> PeerLink:
         await stream.write(handoff_pb2.DecodeToPrefill(hello=hello))
         answer = await stream.read()
         if not isinstance(answer, handoff_pb2.PrefillToDecode) or answer.WhichOneof("message") != "hello":
             raise self._unavailable("the first answer was not HelloAck")
-        mismatches = self._handshake.mismatches(answer.hello)
+        mismatches = self._resources.handshake.mismatches(answer.hello)
         if mismatches:
             self.refused_incarnation = Incarnation(answer.hello.identity.incarnation)
             self.refused_field = mismatches[0].field
@@ -273,6 +307,7 @@ class PrefillPeer:
             transport_reason=answer.hello.transport_reason,
             measured_gb_per_s=answer.hello.measured_gb_per_s,
             silent=silent,
+            idle_ping_s=answer.hello.idle_ping_ms / 1000,
         )
 
     async def _read(self, stream: HandoffCall) -> None:
@@ -305,7 +340,7 @@ class PrefillPeer:
         if self.link is not None and pong.incarnation != self.link.incarnation:
             raise self._unavailable(f"incarnation changed to {pong.incarnation}")
         self._unanswered_pings = 0
-        self.remote_load = pong.load
+        self._use.pong_came(len(pong.live))
         listed = {TransferRef.of(key) for key in pong.live}
         for ref, listener in list(self._listeners.items()):
             listener.listed(ref, ref in listed)
@@ -318,17 +353,22 @@ class PrefillPeer:
             except asyncio.InvalidStateError:  # it ended while the message waited; the reader may hear of it later
                 raise self._unavailable("the stream has ended") from None
 
-    async def _ping(self, incarnation: str) -> None:
-        number = 0
+    async def _ping(self, incarnation: str, idle_ping_s: float) -> None:
+        number, interval_s = 0, self._timing.ping_interval_s
         self._unanswered_pings = 0
         while True:
-            await asyncio.sleep(self._timing.ping_interval_s)
+            await self._use.until_ping_is_due(interval_s, idle_ping_s, lambda: self._unanswered_pings > 0)
             if self._unanswered_pings >= MAX_MISSED_PINGS:
                 raise self._unavailable(f"{MAX_MISSED_PINGS} pings were not answered")
+            if not self._listeners and self._may_rest():
+                await self._enter(PeerState.IDLE, "")  # before the stream ends: who comes now waits for the next one
+                raise _Unused
             number += 1
             self._unanswered_pings += 1
             live = [ref.to_message() for ref in self._listeners]
-            ping = handoff_pb2.Ping(number=number, incarnation=incarnation, live=live, load=self._load_report())
+            load = self._resources.load_report()
+            ping = handoff_pb2.Ping(number=number, incarnation=incarnation, live=live, load=load)
+            self._use.ping_sent(len(live))
             self.send(handoff_pb2.DecodeToPrefill(ping=ping))
 
     async def _wait_for_replacement(self) -> None:
@@ -361,6 +401,10 @@ class PrefillPeer:
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     with suppress(RuntimeError):  # the loop has ended, and everybody who waited with it
         loop.call_soon_threadsafe(event.set)
+
+
+class _Unused(Exception):
+    """No request has needed the link for a while, and there are many like it."""
 
 
 class _Refused(Exception):

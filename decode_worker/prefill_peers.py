@@ -1,7 +1,9 @@
 """The prefill workers that this decode worker knows: from membership, ahead of any request, or from a placement.
 
 Connecting ahead means that a pair that does not fit is refused before the first request needs it, and that the first
-request does not pay for the handshake.
+request does not pay for the handshake. Of many prefill workers only those are connected to that requests name, and
+links that are not needed any more are closed: N x M links would cost each side a ring, a thread and pings for peers
+that it hardly ever meets.
 """
 
 from __future__ import annotations
@@ -15,12 +17,14 @@ from tandem.v1 import common_pb2, membership_pb2, worker_pb2
 from cluster.errors import WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId
 from cluster.membership_state import ChangeKind, MembershipChange
-from decode_worker.prefill_peer import Handshake, PeerState, PeerTiming, PrefillPeer
+from decode_worker.prefill_peer import Handshake, PeerResources, PeerState, PeerTiming, PrefillPeer
 
 # What a request waits for a peer that is just connecting: the handshake with its link probe, not a dead host.
 CONNECT_WAIT_S = 1.0
 # A decode worker that is told of more than this has a membership that is wrong.
 MAX_PEERS = 4096
+# So many prefill workers are connected to ahead of any request; of more only those that requests name.
+MAX_AHEAD = 8
 
 
 class PrefillPeers:
@@ -33,10 +37,9 @@ class PrefillPeers:
         load_report: Callable[[], worker_pb2.LoadReport],
         timing: PeerTiming | None = None,
     ) -> None:
-        self._open_channel = open_channel
-        self._handshake = handshake
-        self._load_report = load_report
-        self._timing = timing or PeerTiming()
+        self._resources = PeerResources(
+            open_channel, handshake, load_report, timing or PeerTiming(), lambda: len(self._peers) <= MAX_AHEAD
+        )
         self._peers: dict[WorkerId, PrefillPeer] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -70,7 +73,9 @@ class PrefillPeers:
         ]
 
     def status(self) -> list[worker_pb2.PeerStatus]:
-        return [peer.status() for peer in self._peers.values() if peer.state is not PeerState.CLOSED]
+        """Of those that there is, or shall be, a link to."""
+        without = (PeerState.CLOSED, PeerState.IDLE)
+        return [peer.status() for peer in self._peers.values() if peer.state not in without]
 
     async def close(self) -> None:
         for worker_id in list(self._peers):
@@ -87,7 +92,7 @@ class PrefillPeers:
             self._peers = {key: known for key, known in self._peers.items() if known.state is not PeerState.CLOSED}
         if len(self._peers) >= MAX_PEERS:
             raise WorkerUnavailable(f"{MAX_PEERS} prefill workers are known already", stage="prefill")
-        peer = PrefillPeer(worker_id, address, self._open_channel, self._handshake, self._load_report, self._timing)
+        peer = PrefillPeer(worker_id, address, self._resources)
         self._peers[worker_id] = peer
         return peer
 

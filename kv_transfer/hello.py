@@ -14,6 +14,7 @@ from cluster.block_hash import HASH_ALGORITHM
 from cluster.identity import Incarnation, WorkerId
 from cluster.kv_layout import KvLayout
 from kv_transfer.frame import DIGEST_ALGORITHM
+from kv_transfer.protocol_limits import IDLE_PING_S
 
 PROTOCOL_VERSION = 1
 
@@ -133,6 +134,7 @@ def make_ack(
         tp_size=mine.tp_size,
         heads=mine.heads(),
         accepted=bool(transport) and not is_refused(mismatches),
+        idle_ping_ms=int(IDLE_PING_S * 1000),
     )
 
 

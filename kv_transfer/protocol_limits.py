@@ -9,6 +9,8 @@ from cluster.errors import EngineFailure
 MAX_RESENDS = 2
 # Lists of live attempts that may lack one of ours before it counts as forgotten: one may have crossed our request.
 MAX_MISSED_LISTINGS = 2
+# How seldom a decode worker may ping a prefill worker that has nothing of it: then either one's silence harms nobody.
+IDLE_PING_S = 10.0
 # Signs of life within a peer's idle time: one or two may be late without ending an attempt.
 PROGRESS_PER_IDLE = 3
 

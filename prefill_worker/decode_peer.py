@@ -114,13 +114,18 @@ class DecodePeer:
     async def next_message(self) -> handoff_pb2.PrefillToDecode:
         return await self._outgoing.get()
 
-    async def watch_silence(self, max_silence_s: float) -> None:
-        """Raises `WorkerUnavailable` once nothing was heard for so long, or when somebody hung up."""
-        while (remaining := self._last_heard + max_silence_s - self._clock()) > 0:
-            done, _ = await asyncio.wait((self._hang_up_reason,), timeout=remaining)
+    async def watch_silence(self, max_silence_s: float, max_idle_silence_s: float) -> None:
+        """Raises `WorkerUnavailable` once nothing was heard for so long, or when somebody hung up. `max_idle_silence_s`
+        is for a peer that has nothing here."""
+        while True:
+            allowed_s = max_silence_s if self.flows else max_idle_silence_s
+            silent_s = self._clock() - self._last_heard
+            if silent_s >= allowed_s:
+                raise WorkerUnavailable(f"decode worker {self.worker_id} was silent for {silent_s:.1f} s")
+            # The first flow of an idle peer shortens what is allowed: to wait for longer would be to miss that.
+            done, _ = await asyncio.wait((self._hang_up_reason,), timeout=min(allowed_s - silent_s, max_silence_s))
             if done:
                 raise WorkerUnavailable(self._hang_up_reason.result())
-        raise WorkerUnavailable(f"decode worker {self.worker_id} was silent for {max_silence_s} s")
 
     def status(self) -> worker_pb2.PeerStatus:
         return worker_pb2.PeerStatus(

@@ -3,8 +3,9 @@
     D ──DecodeToPrefill──> _read ──> DecodePeer ──> PrefillFlow (one for each attempt of a transfer)
     D <──PrefillToDecode── outbox <── flows
 
-When the stream breaks, or three seconds pass without a ping, the decode worker is dead: everything of it is released
-at once. The same worker under a new incarnation, or on a new stream, ends the old one.
+When the stream breaks, or three seconds pass without a ping while something of it is live here, the decode worker is
+dead: everything of it is released at once. One that has nothing here pings less often. The same worker under a new
+incarnation, or on a new stream, ends the old one.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from tandem.v1 import handoff_pb2, handoff_pb2_grpc
 from cluster.errors import DeadlineExceeded, InvalidRequest, shown
 from cluster.identity import WorkerId
 from cluster.racing_tasks import first_of
+from kv_transfer.protocol_limits import IDLE_PING_S
 from prefill_worker.decode_peer import DecodePeer
 
 HELLO_TIMEOUT_S = 5.0
 # Pings come every second; three missed ones are a dead peer.
 MAX_SILENCE_S = 3.5
+MAX_IDLE_SILENCE_S = IDLE_PING_S + MAX_SILENCE_S
 WRITE_TIMEOUT_S = 10.0
 
 OpenedPeer: TypeAlias = tuple[handoff_pb2.HelloAck, DecodePeer | None]
@@ -69,7 +72,9 @@ class HandoffService(handoff_pb2_grpc.PrefillWorkerServicer):
             self._replace(peer)
             logger.info("decode worker %s (%s) connected", peer.worker_id, peer.incarnation)
             await first_of(
-                self._read(request_iterator, peer), self._write(peer, context), peer.watch_silence(MAX_SILENCE_S)
+                self._read(request_iterator, peer),
+                self._write(peer, context),
+                peer.watch_silence(MAX_SILENCE_S, MAX_IDLE_SILENCE_S),
             )
         finally:
             if peer is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from cluster.errors import WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId, new_transfer_id
 from cluster.membership_state import ChangeKind, MembershipChange
 from decode_worker.prefill_peer import PeerState, PeerTiming, PrefillPeer
-from decode_worker.prefill_peers import PrefillPeers
+from decode_worker.prefill_peers import MAX_AHEAD, PrefillPeers
 from kv_transfer.transfer_ref import TransferRef
 from tests.decode_worker.polling import until
 
@@ -34,6 +35,9 @@ class ScriptedPrefill(handoff_pb2_grpc.PrefillWorkerServicer):
         self.num_hellos = 0
         self.received: list[handoff_pb2.DecodeToPrefill] = []
         self.answers_pings = True
+        self.pings: Counter[int] = Counter()  # by the number of their connection
+        self.idle_ping_ms = 0
+        self.live: list[handoff_pb2.TransferKey] = []  # what it says is live here
         self.accepts = True
         self._break = asyncio.Event()
         self._outgoing: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue()
@@ -59,10 +63,11 @@ class ScriptedPrefill(handoff_pb2_grpc.PrefillWorkerServicer):
             identity=common_pb2.WorkerIdentity(worker_id=PREFILL, incarnation=self.incarnation),
             transport="shm",
             mismatches=[] if self.accepts else [mismatch],
+            idle_ping_ms=self.idle_ping_ms,
         )
         await context.write(handoff_pb2.PrefillToDecode(hello=ack))
         tasks = [
-            asyncio.create_task(self._read(request_iterator)),
+            asyncio.create_task(self._read(request_iterator, self.num_hellos)),
             asyncio.create_task(self._write(context)),
             asyncio.create_task(broken.wait()),
         ]
@@ -71,16 +76,14 @@ class ScriptedPrefill(handoff_pb2_grpc.PrefillWorkerServicer):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _read(self, messages: AsyncIterator[handoff_pb2.DecodeToPrefill]) -> None:
+    async def _read(self, messages: AsyncIterator[handoff_pb2.DecodeToPrefill], connection: int) -> None:
         async for message in messages:
             if message.WhichOneof("message") != "ping":
                 self.received.append(message)
-            elif self.answers_pings:
-                pong = handoff_pb2.Pong(
-                    number=message.ping.number,
-                    incarnation=self.incarnation,
-                    load=worker_pb2.LoadReport(free_blocks=7),
-                )
+                continue
+            self.pings[connection] += 1
+            if self.answers_pings:
+                pong = handoff_pb2.Pong(number=message.ping.number, incarnation=self.incarnation, live=self.live)
                 self.send(handoff_pb2.PrefillToDecode(pong=pong))
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -261,9 +264,67 @@ async def test_silent_peer_is_dead_after_three_pings(
         assert "3 pings were not answered" in await ear.gone
 
 
-async def test_pongs_bring_the_peers_load(peers: PrefillPeers, address: str) -> None:
-    peer = await connected(peers, address)
-    await until(lambda: peer.remote_load.free_blocks == 7)
+async def test_a_peer_that_has_nothing_of_ours_is_pinged_as_seldom_as_it_allows(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    await connected(peers, address)  # it allows nothing: its pings take the time
+    prefill.idle_ping_ms = 3_600_000
+    quiet = await peers.ready(WorkerId("prefill-1"), Incarnation(""), address)
+    await until(lambda: prefill.pings[2] == 1)  # the one behind its handshake
+    pings = prefill.pings[1]
+    await until(lambda: prefill.pings[1] >= pings + 10)
+    assert prefill.pings[2] <= 2
+    quiet.register(TransferRef(new_transfer_id(), 1), Ear())
+    await until(lambda: prefill.pings[2] >= 12)
+
+
+async def test_kv27_an_attempt_that_only_the_peer_lists_is_asked_after_at_full_pace(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    prefill.idle_ping_ms = 3_600_000
+    prefill.live = [TransferRef(new_transfer_id(), 1).to_message()]
+    await connected(peers, address)
+    await until(lambda: prefill.pings[1] >= 10)
+
+
+def _joined(number: int, address: str) -> MembershipChange:
+    identity = common_pb2.WorkerIdentity(
+        worker_id=f"prefill-{number}", incarnation=f"p{number}", role=common_pb2.WORKER_ROLE_PREFILL
+    )
+    record = membership_pb2.WorkerRecord(identity=identity, control_address=address, ready=True)
+    return MembershipChange(ChangeKind.JOINED, record)
+
+
+async def test_of_many_prefill_workers_those_are_connected_to_that_a_request_names(
+    prefill: ScriptedPrefill, address: str
+) -> None:
+    timing = PeerTiming(ping_interval_s=0.02, min_backoff_s=0.01, unused_after_s=0.1)
+    peers = PrefillPeers(grpc.aio.insecure_channel, PlainHandshake(), worker_pb2.LoadReport, timing)
+    try:
+        for number in range(MAX_AHEAD + 1):
+            peers.on_membership(_joined(number, address))
+        named = WorkerId("prefill-3")
+        for num_hellos in (1, 2):  # it is closed when it is not needed, and comes back
+            await peers.ready(named, Incarnation("p3"), address)
+            assert prefill.num_hellos == num_hellos
+            assert [peer.worker_id for peer in peers.status()] == [named]
+            await until(lambda: peers.status() == [])
+        ear = Ear()
+        peer = await peers.ready(named, Incarnation("p3"), address)
+        peer.register(TransferRef(new_transfer_id(), 1), ear)
+        await until(lambda: prefill.pings[3] >= 15)  # three times what an unused link is kept for
+        assert peer.state is PeerState.READY
+        assert not ear.gone.done()
+    finally:
+        await peers.close()
+
+
+async def test_a_few_prefill_workers_are_connected_to_ahead_of_any_request(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    for number in range(MAX_AHEAD):
+        peers.on_membership(_joined(number, address))
+    await until(lambda: [peer.state for peer in peers.status()] == ["ready"] * MAX_AHEAD)
 
 
 async def test_f27_refused_peer_is_reported_with_the_fields_name(

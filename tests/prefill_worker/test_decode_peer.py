@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 from tandem.v1 import handoff_pb2, worker_pb2
 
 from cluster.errors import KvTransferFailed, WorkerUnavailable
-from cluster.identity import Incarnation, WorkerId
+from cluster.identity import Incarnation, TransferId, WorkerId
 from engine.kv_memory import KvMemory
 from kv_transfer.layer_groups import LinkCosts
 from kv_transfer.layer_pusher import LayerPusher, PushRequest
+from kv_transfer.transfer_ref import TransferRef
 from kv_transfer.transport import CancelGuarantee, FrameHeader, SendTicket
 from prefill_worker.decode_peer import DecodePeer, PeerLink
 from prefill_worker.prefill_flow import PrefillFlow
@@ -64,7 +66,7 @@ async def test_kv39_a_broken_link_ends_the_stream_so_that_both_come_back_with_a_
     session.blocks_allocated(refs(0), LAYOUT.block_tokens)
     async with asyncio.timeout(5):
         with pytest.raises(WorkerUnavailable, match="its link broke: connection reset"):
-            await peer.watch_silence(60)
+            await peer.watch_silence(60, 60)
         await peer.close()
     memory.close()
 
@@ -78,6 +80,28 @@ async def test_kv36_a_ping_of_another_incarnation_ends_the_stream() -> None:
         assert (await peer.next_message()).pong.number == 1
         peer.on_message(handoff_pb2.DecodeToPrefill(ping=handoff_pb2.Ping(number=2, incarnation="d2")))
         with pytest.raises(WorkerUnavailable, match="pings as incarnation 'd2'"):
-            await peer.watch_silence(60)
+            await peer.watch_silence(60, 60)
+        await peer.close()
+    memory.close()
+
+
+async def test_who_has_something_here_may_be_silent_for_seconds_and_who_has_nothing_for_longer() -> None:
+    memory, now_s = KvMemory(LAYOUT, 4), 0.0
+    pusher = LayerPusher(BrokenSender(), memory, LinkCosts(1e9, 1e-5))
+    link = PeerLink(pusher, "broken", "", 1.0)
+    peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), link, Node(), clock=lambda: now_s)
+    now_s = 5.0
+    watching = asyncio.create_task(peer.watch_silence(0.001, 13.5))
+    for _ in range(20):  # it looks again and again, and finds nothing wrong
+        await asyncio.wait((watching,), timeout=0.001)
+    assert not watching.done()
+    peer.flows[TransferRef(TransferId(TRANSFER), 1)] = cast(PrefillFlow, object())
+    async with asyncio.timeout(5):
+        with pytest.raises(WorkerUnavailable, match=r"silent for 5\.0 s"):
+            await watching
+        peer.flows.clear()
+        now_s = 14.0
+        with pytest.raises(WorkerUnavailable, match=r"silent for 14\.0 s"):
+            await peer.watch_silence(3.5, 13.5)
         await peer.close()
     memory.close()

@@ -28,7 +28,7 @@ class Peer:
         await asyncio.Event().wait()
         raise AssertionError("never reached")
 
-    async def watch_silence(self, max_silence_s: float) -> None:
+    async def watch_silence(self, max_silence_s: float, max_idle_silence_s: float) -> None:
         await asyncio.Event().wait()
 
     def hang_up(self, reason: str) -> None:

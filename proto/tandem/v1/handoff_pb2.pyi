@@ -423,6 +423,7 @@ class HelloAck(_message.Message):
     TP_SIZE_FIELD_NUMBER: _builtins.int
     HEADS_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    IDLE_PING_MS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     transport: _builtins.str
     """the one agreed on; empty if none"""
@@ -431,6 +432,8 @@ class HelloAck(_message.Message):
     tp_rank: _builtins.int
     tp_size: _builtins.int
     accepted: _builtins.bool
+    idle_ping_ms: _builtins.int
+    """D may ping as seldom while nothing of it is live here; 0: as often as otherwise"""
     @_builtins.property
     def identity(self) -> _common_pb2.WorkerIdentity: ...
     @_builtins.property
@@ -453,10 +456,11 @@ class HelloAck(_message.Message):
         tp_size: _builtins.int = ...,
         heads: Global___HeadRange | None = ...,
         accepted: _builtins.bool = ...,
+        idle_ping_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "identity", b"identity", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "heads", b"heads", "identity", b"identity", "layout", b"layout", "measured_gb_per_s", b"measured_gb_per_s", "mismatches", b"mismatches", "protocol", b"protocol", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "transport", b"transport", "transport_reason", b"transport_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "heads", b"heads", "identity", b"identity", "idle_ping_ms", b"idle_ping_ms", "layout", b"layout", "measured_gb_per_s", b"measured_gb_per_s", "mismatches", b"mismatches", "protocol", b"protocol", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "transport", b"transport", "transport_reason", b"transport_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
