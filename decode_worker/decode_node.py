@@ -81,12 +81,16 @@ class DecodeNode:
         self._reservations = Reservations(parts.pool, max_waiting=settings.max_waiting)
         self._table = LandingTable(parts.memory)
         self._ends = _open_ends(context, self._table, parts.memory)
-        handshake = DecodeHandshake(_identity(context, parts), self._ends, parts.memory.size_bytes)
+        # A transfer has its blocks reserved, so a credit of all of them floods nobody: the pool is the bound.
+        max_credit_bytes = parts.memory.size_bytes
+        handshake = DecodeHandshake(_identity(context, parts), self._ends, max_credit_bytes)
         self._peers = PrefillPeers(lambda target: open_channel(target, context.security), handshake, self.load_report)
         self._tracing = open_tracing("decode", settings.worker_id)
         metrics = DecodeMetrics(self._counters, fallbacks)
         self._landings = KvLandings(
-            LandingResources(self._reservations, self._peers, self._table, parts.layout, metrics, ProtocolLimits())
+            LandingResources(
+                self._reservations, self._peers, self._table, parts.layout, metrics, ProtocolLimits(), max_credit_bytes
+            )
         )
         self._view: MembershipView | None = None
         if context.redis is not None:

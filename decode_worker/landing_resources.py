@@ -52,3 +52,4 @@ class LandingResources:
     layout: KvLayout
     metrics: DecodeMetrics
     limits: ProtocolLimits
+    max_credit_bytes: int  # of one transfer, as Hello says

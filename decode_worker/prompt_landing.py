@@ -67,8 +67,11 @@ class PromptLanding:
                 candidates=tuple(self._addresses),
                 allow_local_prefill=request.allow_local_prefill,
                 deadline_s=deadline_s,
-                # Every destination block is reserved: P may send all of it ahead.
-                credit_bytes=-(-request.num_tokens // resources.layout.block_tokens) * resources.layout.block_bytes,
+                # Every destination block is reserved: P may send all of it ahead, within what our Hello says.
+                credit_bytes=min(
+                    -(-request.num_tokens // resources.layout.block_tokens) * resources.layout.block_bytes,
+                    resources.max_credit_bytes,
+                ),
                 limits=resources.limits,
             )
         )
@@ -135,7 +138,9 @@ class PromptLanding:
         self._commit = commit
         failure = from_failure(commit.failure) if commit.HasField("failure") else None
         ref = TransferRef.of(commit.key)
-        self._apply(on.RankCommitted(ref, commit.src_rank, commit.num_frames, commit.num_resends, failure))
+        self._apply(
+            on.RankCommitted(ref, commit.src_rank, commit.num_frames, commit.num_resends, failure, commit.num_bytes)
+        )
 
     def _frame_landed(self, ref: TransferRef) -> None:
         landed = self._resources.table.progress(ref.transfer_id, ref.epoch)

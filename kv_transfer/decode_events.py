@@ -101,6 +101,7 @@ class RankCommitted:
     num_frames: int  # that count: without those that a resend replaced
     num_resends: int = 0  # that P had heard of
     failure: TandemError | None = None
+    num_bytes: int = 0  # of those frames
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from kv_transfer import decode_events as on
 from kv_transfer.decode_ending import retire, retry
-from kv_transfer.decode_events import DecodeAction
 from kv_transfer.decode_state import DecodePhase, DecodeTransfer, Ending, EndingKind, Outcome
 from kv_transfer.protocol_limits import MAX_MISSED_LISTINGS
 
@@ -58,6 +57,7 @@ def committed(transfer: DecodeTransfer, event: on.RankCommitted, now: float) -> 
     attempt = replace(
         attempt,
         committed_frames=(*attempt.committed_frames, (event.rank, event.num_frames)),
+        committed_bytes=attempt.committed_bytes + event.num_bytes,
         check_by_s=now + transfer.request.limits.arrival_grace_s,
     )
     phase = DecodePhase.SEALED if attempt.is_committed else DecodePhase.RECEIVING
@@ -94,29 +94,37 @@ def checked(transfer: DecodeTransfer, event: on.ArrivalChecked, now: float) -> O
 
 def _resend(transfer: DecodeTransfer, event: on.ArrivalChecked, now: float) -> Outcome:
     attempt = transfer.live_attempt
+    # All that was committed was sent: what of it is not here used its credit up. A peer cannot send more than it was
+    # granted, whatever it commits.
+    sent_bytes = min(attempt.granted_bytes, attempt.committed_bytes + attempt.asked_again_bytes)
     attempt = replace(
         attempt,
         is_checking=False,
         committed_frames=(),
+        committed_bytes=0,
         num_bad_before=attempt.num_bad,
         tries_left=attempt.tries_left - 1,
-        granted_bytes=attempt.granted_bytes + event.missing_bytes,  # what was lost used its credit up
+        asked_again_bytes=attempt.asked_again_bytes + event.missing_bytes,
+        written_off_bytes=max(attempt.written_off_bytes, sent_bytes - attempt.landed_bytes),
     )
-    transfer = _alive(replace(transfer, phase=DecodePhase.RECEIVING, attempt=attempt), now)
-    actions: list[DecodeAction] = []
-    if event.missing_bytes:
-        actions.append(on.SendCredit(attempt.ref, event.missing_bytes))
-    actions.append(on.SendResend(attempt.ref, event.missing, attempt.tries_left))
-    return transfer, tuple(actions)
+    transfer, credit = _top_up(_alive(replace(transfer, phase=DecodePhase.RECEIVING, attempt=attempt), now))
+    return transfer, (*credit, on.SendResend(attempt.ref, event.missing, attempt.tries_left))
 
 
 def _grant(transfer: DecodeTransfer) -> Outcome:
     """Tops the credit up when half of the window is used, so that a message pays for many frames."""
-    attempt = transfer.live_attempt
-    window = transfer.request.credit_bytes
-    if transfer.phase is DecodePhase.SEALED or 2 * (attempt.granted_bytes - attempt.landed_bytes) > window:
+    unspent_bytes = transfer.live_attempt.unspent_bytes
+    if transfer.phase is DecodePhase.SEALED or 2 * unspent_bytes > transfer.request.credit_bytes:
         return transfer, ()
-    grant = attempt.landed_bytes + window - attempt.granted_bytes
+    return _top_up(transfer)
+
+
+def _top_up(transfer: DecodeTransfer) -> Outcome:
+    """To a whole window: never more than that may be on its way."""
+    attempt = transfer.live_attempt
+    grant = transfer.request.credit_bytes - attempt.unspent_bytes
+    if grant <= 0:
+        return transfer, ()
     attempt = replace(attempt, granted_bytes=attempt.granted_bytes + grant)
     return replace(transfer, attempt=attempt), (on.SendCredit(attempt.ref, grant),)
 

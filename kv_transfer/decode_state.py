@@ -67,7 +67,7 @@ class TransferRequest:
     candidates: tuple[PeerRef, ...]  # in order of preference, each is asked once
     allow_local_prefill: bool
     deadline_s: float  # on the caller's clock
-    credit_bytes: int  # how much P may send ahead of what has landed
+    credit_bytes: int  # how much P may send ahead of what has landed: our Hello's limit at most
     limits: ProtocolLimits = field(default_factory=ProtocolLimits)
 
 
@@ -82,10 +82,13 @@ class Attempt:
     answer_by_s: float  # Accept, then the next sign of life
     granted_bytes: int
     landed_bytes: int = 0
+    asked_again_bytes: int = 0  # by all resends
+    written_off_bytes: int = 0  # sent before the last resend, and lost
     num_verified: int = 0
     num_bad: int = 0
     num_bad_before: int = 0  # at the last resend
     committed_frames: tuple[tuple[int, int], ...] = ()  # (rank, frames)
+    committed_bytes: int = 0  # of all ranks
     check_by_s: float = 0.0  # after all commits: check then, whatever has arrived
     is_checking: bool = False
     is_verified: bool = False
@@ -93,6 +96,11 @@ class Attempt:
     is_peer_gone: bool = False
     tries_left: int = MAX_RESENDS
     num_missed_listings: int = 0
+
+    @property
+    def unspent_bytes(self) -> int:
+        """Of the credit: what may be on its way, or still be sent."""
+        return self.granted_bytes - self.landed_bytes - self.written_off_bytes
 
     @property
     def num_resends(self) -> int:
@@ -184,6 +192,10 @@ def check_invariants(before: DecodeTransfer, after: DecodeTransfer) -> None:
     attempt = after.attempt
     if after.phase in (DecodePhase.VERIFIED, DecodePhase.RUNNABLE) and (attempt is None or not attempt.is_verified):
         raise ProtocolViolation("bytes would be used that no commit verified")
+    if attempt is not None and attempt.unspent_bytes > after.request.credit_bytes:
+        raise ProtocolViolation(
+            f"{attempt.unspent_bytes} bytes may be on their way, {after.request.credit_bytes} may be"
+        )
     if attempt is not None and attempt.ref.epoch != after.epoch:
         raise ProtocolViolation(f"epoch {attempt.ref.epoch} runs while {after.epoch} is the newest")
     if after.destination is not before.destination or after.quarantined is not before.quarantined:

@@ -89,6 +89,10 @@ def compare(mine: HandoffIdentity, hello: handoff_pb2.Hello) -> list[handoff_pb2
         for field, ours, yours, fatal in fields
         if ours != yours
     ]
+    cell_bytes = receiver_layout(layout, hello).cell_bytes
+    if hello.max_credit_bytes < cell_bytes:  # not even one frame could ever be sent
+        needed, said = f"at least {cell_bytes}", str(hello.max_credit_bytes)
+        mismatches.append(handoff_pb2.Mismatch(field="max_credit_bytes", mine=needed, yours=said, fatal=True))
     if not hello.min_protocol <= PROTOCOL_VERSION <= hello.max_protocol:
         theirs_range = f"{hello.min_protocol} to {hello.max_protocol}"
         mismatches.insert(

@@ -152,6 +152,11 @@ class PushSession:
 
     # --- any thread -----------------------------------------------------------------------------------------------
 
+    @property
+    def posted_bytes(self) -> int:
+        """So far; counted before the receiver can know of them."""
+        return self._posted_bytes
+
     def add_credit(self, num_bytes: int) -> None:
         self._pusher.post(_AddCredit(self, num_bytes))
 
@@ -339,10 +344,10 @@ class LayerPusher:
             first_head=heads.first if heads is not None else 0,
             num_heads=heads.count if heads is not None else 0,
         )
+        session._posted_bytes += header.num_bytes
         ticket = self._sender.push(header, payload)
         session._live[header.seq] = _Sent(cells, ticket, header.num_bytes)
         session._num_posted += 1
-        session._posted_bytes += header.num_bytes
         if not ticket.done:
             session._tickets.append(ticket)
         if session._sent is not None:

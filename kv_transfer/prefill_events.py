@@ -74,12 +74,14 @@ class PushDrained:
 @dataclass(frozen=True, slots=True)
 class CreditGranted:
     num_bytes: int
+    posted_bytes: int  # so far
 
 
 @dataclass(frozen=True, slots=True)
 class ResendAsked:
     ranges: tuple[CellRange, ...]
     tries_left: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ class PrefillTransfer:
     ref: TransferRef
     deadline_s: float  # on the caller's clock
     credit_bytes: int
+    max_credit_bytes: int  # what D said of itself: so much may be on its way
+    asked_again_bytes: int = 0
     phase: PrefillPhase = PrefillPhase.NEW
     progress_due_s: float = 0.0
     sealed_push: on.PushSealed | None = None  # all cells posted and retired; a resend takes it back
@@ -137,13 +139,20 @@ def _resend(transfer: PrefillTransfer, event: on.ResendAsked, now: float) -> Out
         phase=PrefillPhase.SEALED,
         sealed_push=None,
         num_resends=num_resends,
+        asked_again_bytes=transfer.asked_again_bytes + event.num_bytes,
         progress_due_s=now + transfer.limits.progress_s,
     )
     return transfer, (on.ResendCells(event.ranges),)
 
 
 def _credit(transfer: PrefillTransfer, event: on.CreditGranted, now: float) -> Outcome:
+    """Never more than D's own limit, on top of what was sent: it would be flooded on its own word. What was asked for
+    again may have come late after all, and pay twice."""
     credit_bytes = transfer.credit_bytes + event.num_bytes
+    unspent_bytes = credit_bytes - event.posted_bytes - transfer.asked_again_bytes
+    if unspent_bytes > transfer.max_credit_bytes:
+        what = f"granted {unspent_bytes} bytes, {transfer.max_credit_bytes} is the decode worker's own limit"
+        return _stop(transfer, now, on.SendFailedCommit(_failed(what)))
     return replace(transfer, credit_bytes=credit_bytes), (on.AddPushCredit(event.num_bytes),)
 
 

@@ -52,6 +52,7 @@ class PeerLink:
     transport: str
     reason: str
     measured_gb_per_s: float
+    max_credit_bytes: int  # of one transfer
 
 
 class PrefillRejected(Exception):
@@ -77,6 +78,7 @@ class DecodePeer:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.pusher = link.pusher
+        self.max_credit_bytes = link.max_credit_bytes
         self._link = link
         self.flows: dict[TransferRef, PrefillFlow] = {}
         self._node = node

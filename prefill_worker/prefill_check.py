@@ -22,12 +22,13 @@ OVERLOAD_RETRY_AFTER_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
-    """What the model and the pool can hold."""
+    """What the model and the pool can hold, and what the decode worker lets be on its way to it."""
 
     vocab_size: int
     max_model_len: int
     block_tokens: int
     total_blocks: int
+    max_credit_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class CheckedPrefill:
     deadline_s: float
     idle_s: float
     credit_bytes: int
+    max_credit_bytes: int  # that the decode worker's credit may come to while nothing has landed
     scope_key: bytes
     traceparent: str = ""  # empty: no trace
 
@@ -59,6 +61,11 @@ def check_prefill(request: handoff_pb2.PrefillRequest, limits: PrefillLimits) ->
         raise InvalidRequest("more tokens are said to be generated than there are", param="num_generated_tokens")
     if not request.deadline_ms or not request.credit_bytes:
         raise InvalidRequest("deadline_ms and credit_bytes must be above 0", param="deadline_ms")
+    if request.credit_bytes > limits.max_credit_bytes:
+        raise InvalidRequest(
+            f"credit_bytes is {request.credit_bytes}, the decode worker's own limit is {limits.max_credit_bytes}",
+            param="credit_bytes",
+        )
     token_ids = _checked_token_ids(request, limits)
     _check_destination(request, limits)
     return CheckedPrefill(
@@ -71,6 +78,7 @@ def check_prefill(request: handoff_pb2.PrefillRequest, limits: PrefillLimits) ->
         deadline_s=request.deadline_ms / 1000,
         idle_s=request.idle_ms / 1000,
         credit_bytes=request.credit_bytes,
+        max_credit_bytes=limits.max_credit_bytes,
         scope_key=request.scope.scope_key,
         traceparent=request.traceparent,
     )

@@ -113,6 +113,7 @@ class PrefillFlow:
             ref,
             self._loop.time() + request.deadline_s,
             request.credit_bytes,
+            request.max_credit_bytes,
             limits=ProtocolLimits().for_peer_idle(request.idle_s),
         )
         callbacks = PushCallbacks(
@@ -174,7 +175,7 @@ class PrefillFlow:
     def on_message(self, message: handoff_pb2.DecodeToPrefill) -> None:
         match message.WhichOneof("message"):
             case "credit":
-                self._apply(on.CreditGranted(message.credit.bytes))
+                self._apply(on.CreditGranted(message.credit.bytes, self._session.posted_bytes))
             case "commit_ack":
                 self._apply(on.Acknowledged(message.commit_ack.outcome == handoff_pb2.COMMIT_OUTCOME_OK))
             case "resend":
@@ -348,7 +349,9 @@ class PrefillFlow:
             is_in_model = wanted.first_layer + wanted.num_layers <= self._resources.num_layers
             if not (is_ours and is_inside and is_in_model and wanted.num_layers and wanted.num_tokens):
                 return on.PushFailed(KvTransferFailed("asked to resend what is not of this attempt", stage="transfer"))
-        return on.ResendAsked(tuple(self._to_cells(wanted) for wanted in resend.ranges), resend.tries_left)
+        cells = tuple(self._to_cells(wanted) for wanted in resend.ranges)
+        num_bytes = sum(part.num_cells for part in cells) * self._link.pusher.cell_bytes
+        return on.ResendAsked(cells, resend.tries_left, num_bytes)
 
     def _to_cells(self, wanted: handoff_pb2.Range) -> CellRange:
         block_tokens = self._link.pusher.target.block_tokens

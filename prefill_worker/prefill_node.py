@@ -73,6 +73,7 @@ class PrefillNode:
             max_model_len=parts.max_model_len,
             block_tokens=layout.block_tokens,
             total_blocks=parts.pool.num_blocks,
+            max_credit_bytes=0,  # each decode worker says its own
         )
         self._registry = new_registry()
         self._counters = WorkerCounters(WorkerMetrics(self._registry, parts.model_name, settings.worker_id))
@@ -152,6 +153,7 @@ class PrefillNode:
             transport=link.sender.name,
             reason=link.reason,
             measured_gb_per_s=link.costs.bytes_per_s / GIGABYTE,
+            max_credit_bytes=hello.max_credit_bytes,
         )
         peer = DecodePeer(WorkerId(hello.identity.worker_id), Incarnation(hello.identity.incarnation), agreed, self)
         return make_ack(self._identity, mismatches, agreed.transport, agreed.reason, agreed.measured_gb_per_s), peer
@@ -181,8 +183,12 @@ class PrefillNode:
             raise PrefillRejected(handoff_pb2.REJECT_REASON_DRAINING, error)
         try:
             # Prefix and destination are counted in the decode worker's blocks.
-            block_tokens = peer.pusher.target.block_tokens
-            checked = check_prefill(request, replace(self._limits, block_tokens=block_tokens))
+            limits = replace(
+                self._limits,
+                block_tokens=peer.pusher.target.block_tokens,
+                max_credit_bytes=peer.max_credit_bytes,
+            )
+            checked = check_prefill(request, limits)
             check_load(
                 self._parts.engine.load().waiting, self._context.settings.max_waiting, self._num_pinned(), self._limits
             )

@@ -153,7 +153,12 @@ class OnePeer:
 class Desk:
     """A pool, a landing table and one request that names the scripted peer twice."""
 
-    def __init__(self, limits: ProtocolLimits | None = None, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self,
+        limits: ProtocolLimits | None = None,
+        num_blocks: int = NUM_BLOCKS,
+        max_credit_bytes: int = NUM_BLOCKS * LAYOUT.block_bytes,
+    ) -> None:
         self.memory = KvMemory(LAYOUT, num_blocks)
         self.pool = BlockPool(num_blocks, LAYOUT.block_tokens, "test")
         self.table = LandingTable(self.memory)
@@ -164,7 +169,9 @@ class Desk:
         limits = limits or ProtocolLimits(accept_s=0.5, idle_s=2.0, arrival_grace_s=0.2)
         metrics = DecodeMetrics(counters, Fallbacks())
         self.landings = KvLandings(
-            LandingResources(self.reservations, OnePeer(self.peer), self.table, LAYOUT, metrics, limits)
+            LandingResources(
+                self.reservations, OnePeer(self.peer), self.table, LAYOUT, metrics, limits, max_credit_bytes
+            )
         )
         self.landing: PromptLanding | None = None
 
@@ -411,6 +418,23 @@ async def test_kv54_no_more_tokens_are_called_cached_than_the_prompt_has(desk: D
     result = await landed(task)
     assert result.prompt.cached_tokens == NUM_TOKENS
     take(desk, result)
+
+
+async def test_no_more_credit_is_given_than_hello_says() -> None:
+    desk = Desk(max_credit_bytes=LAYOUT.block_bytes)
+    task, ref = await desk.ask()
+    assert desk.peer.sent[0].prefill.credit_bytes == LAYOUT.block_bytes
+    desk.peer.accept(ref)
+    for block in range(NUM_PROMPT_BLOCKS):
+        assert desk.peer.frame(ref, block)
+        if block + 1 < NUM_PROMPT_BLOCKS:
+            await until(lambda number=block + 1: desk.peer.kinds().count("credit") == number, "paid anew")  # type: ignore[misc]
+    desk.peer.commit(ref)
+    take(desk, await landed(task))
+    granted = [message.credit.bytes for message in desk.peer.sent if message.HasField("credit")]
+    assert set(granted) == {LAYOUT.block_bytes}
+    await desk.settled()
+    desk.memory.close()
 
 
 async def test_silent_peer_is_given_up(desk: Desk) -> None:

@@ -42,6 +42,7 @@ class Frame:
     seq: int
     cell: Cell
     block: BlockRef
+    is_repeat: bool = False  # made by the wire, on nobody's credit
     is_landing: bool = False
     is_spoilt: bool = False
 
@@ -132,6 +133,7 @@ class World:
         self.landings: dict[TransferRef, Landing] = {}
         self.wire: list[ToPrefill | ToDecode] = []
         self.frames: list[Frame] = []
+        self.paid_twice: set[TransferRef] = set()
         self.counts: Counter[str] = Counter()
         self._events: list[tuple[TransferId, d.DecodeEvent]] = []
         self.num_submitted = 0
@@ -221,8 +223,11 @@ class World:
 
     def repeat_message(self, choice: int) -> None:
         if self.wire:
-            self.wire.append(self.wire[choice % len(self.wire)])
+            message = self.wire[choice % len(self.wire)]
+            self.wire.append(message)
             self.counts["repeated messages"] += 1
+            if isinstance(message, ToPrefill) and isinstance(message.action, d.SendCredit):
+                self.paid_twice.add(message.ref)
 
     def deliver_frame(self, choice: int) -> None:
         """Its bytes begin to land, or the landing ends."""
@@ -243,7 +248,7 @@ class World:
     def repeat_frame(self, choice: int) -> None:
         if self.frames and self.guarantee is CancelGuarantee.FENCED:
             frame = self.frames[choice % len(self.frames)]
-            again = Frame(frame.ref, frame.peer, frame.seq, frame.cell, frame.block)
+            again = Frame(frame.ref, frame.peer, frame.seq, frame.cell, frame.block, is_repeat=True)
             self.frames.append(again)
             self.counts["repeated frames"] += 1
 
@@ -397,7 +402,17 @@ class World:
         for peer in self.peers:
             for attempt in peer.attempts.values():
                 assert attempt.posted_bytes <= attempt.credit_bytes
+                self._check_credit(peer, attempt)
                 assert attempt.holds_blocks or attempt.outstanding == 0, "freed under a posted operation"
+
+    def _check_credit(self, peer: Peer, attempt: Prefill) -> None:
+        """No more is on its way than the decode worker's limit. What was lost and asked for again may still come."""
+        ref = attempt.ask.ref
+        limit = CREDIT_BYTES + attempt.machine.asked_again_bytes
+        assert attempt.credit_bytes - attempt.posted_bytes <= limit, ref
+        if ref not in self.paid_twice:
+            on_its_way = sum(not frame.is_repeat for frame in self.frames if (frame.ref, frame.peer) == (ref, peer.ref))
+            assert on_its_way <= limit, (ref, on_its_way)
 
     def _check_writers(self) -> None:
         """A block that somebody can still write into is owned or in quarantine, at that writer's generation."""
@@ -647,9 +662,9 @@ class World:
             case _ if attempt is None:
                 return
             case d.SendCredit(_, num_bytes):
-                event: p.PrefillEvent = p.CreditGranted(num_bytes)
+                event: p.PrefillEvent = p.CreditGranted(num_bytes, attempt.posted_bytes)
             case d.SendResend(_, ranges, tries_left):
-                event = p.ResendAsked(ranges, tries_left)
+                event = p.ResendAsked(ranges, tries_left, sum(cells.num_cells for cells in ranges))
             case d.SendCommitAck(_, is_ok, _):
                 event = p.Acknowledged(is_ok)
             case d.SendCancel(_, reason):
@@ -662,7 +677,7 @@ class World:
         side = self.decodes.get(ask.ref.transfer_id)
         if side is None:
             return
-        machine = PrefillTransfer(ask.ref, self.now + ask.deadline_s, ask.credit_bytes, limits=LIMITS)
+        machine = PrefillTransfer(ask.ref, self.now + ask.deadline_s, ask.credit_bytes, CREDIT_BYTES, limits=LIMITS)
         attempt = Prefill(machine, ask, side.num_blocks, ask.ref.transfer_id, credit_bytes=ask.credit_bytes)
         peer.attempts[ask.ref] = attempt
         self.tell_prefill(peer, attempt, p.PrefillAsked())
@@ -724,10 +739,11 @@ class World:
                 reply = d.Rejected(ref, error)
             case p.SendProgress():
                 reply = d.ProgressMade(ref)
-            case p.SendCommit(num_frames, _, num_resends):
-                reply = d.RankCommitted(ref, 0, num_frames, num_resends)
+            case p.SendCommit(num_frames, num_bytes, num_resends):
+                reply = d.RankCommitted(ref, 0, num_frames, num_resends, num_bytes=num_bytes)
                 committed = frozenset(attempt.live.items())
             case p.SendFailedCommit(error):
+                self.counts["refused credits"] += "own limit" in error.message
                 reply = d.RankCommitted(ref, 0, 0, failure=error)
             case p.SendDrained():
                 reply = d.RankDrained(ref, 0)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from cluster.errors import KvTransferFailed
 from kv_transfer import decode_events as on
-from kv_transfer.decode_state import DecodePhase
+from kv_transfer.decode_state import DecodePhase, check_invariants
+from kv_transfer.protocol_limits import ProtocolViolation
 from tests.kv_transfer.transfer_side import MISSING, Side, kinds
 
 
@@ -16,13 +21,17 @@ def test_all_ranks_must_commit() -> None:
 
 
 def test_missing_cells_are_asked_for_twice_and_their_credit_is_granted_again() -> None:
-    side = Side().seal()
+    side = Side().receive()
+    side.tell(on.FramesLanded(side.ref, 3, 0, 30), on.RankCommitted(side.ref, 0, 3, num_bytes=40))
     for round_number in (1, 2):
         actions = side.tell(on.ArrivalChecked(side.ref, MISSING, 10, True, True))
+        # Of a window of 100 bytes, what was sent is either here or lost: a whole window may be on its way again.
+        assert actions[0] == on.SendCredit(side.ref, 40 if round_number == 1 else 10)
         assert kinds(actions) == ["SendCredit", "SendResend"]
         old_commit = side.tell(on.RankCommitted(side.ref, 0, 3, num_resends=round_number - 1))
         assert old_commit == []
-        assert kinds(side.tell(on.RankCommitted(side.ref, 0, 3, num_resends=round_number))) == ["CheckArrival"]
+        again = on.RankCommitted(side.ref, 0, 3, num_resends=round_number, num_bytes=40)
+        assert kinds(side.tell(again)) == ["CheckArrival"]
     actions = side.tell(on.ArrivalChecked(side.ref, MISSING, 10, True, True))
     assert kinds(actions) == ["SendCommitAck", "Fence"]
     assert actions[0] == on.SendCommitAck(side.ref, False, MISSING)
@@ -54,6 +63,20 @@ def test_credit_is_topped_up_when_half_of_the_window_is_used() -> None:
     assert side.tell(on.FramesLanded(side.ref, 1, 0, 49)) == []
     assert side.tell(on.FramesLanded(side.ref, 2, 0, 60)) == [on.SendCredit(side.ref, 60)]
     assert side.tell(on.FramesLanded(side.ref, 2, 0, 60)) == []
+
+
+def test_a_commit_of_more_than_was_granted_buys_no_more_than_a_window() -> None:
+    side = Side().receive()
+    side.tell(on.FramesLanded(side.ref, 3, 0, 30), on.RankCommitted(side.ref, 0, 3, num_bytes=2**63))
+    actions = side.tell(on.ArrivalChecked(side.ref, MISSING, 10, True, True))
+    assert actions[0] == on.SendCredit(side.ref, 100)
+
+
+def test_more_than_a_window_on_its_way_is_a_bug_that_is_said() -> None:
+    side = Side().receive()
+    attempt = replace(side.machine.live_attempt, granted_bytes=131)
+    with pytest.raises(ProtocolViolation, match="101 bytes may be on their way, 100 may be"):
+        check_invariants(side.machine, replace(side.machine, attempt=replace(attempt, landed_bytes=30)))
 
 
 def test_a_worker_that_sends_more_than_its_credit_is_left() -> None:

@@ -13,9 +13,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from kv_transfer import decode_ending, decode_quarantine, decode_receiving, decode_transfer
+from kv_transfer import decode_ending, decode_quarantine, decode_receiving, decode_transfer, prefill_transfer
 from kv_transfer import decode_events as on
 from kv_transfer.decode_state import DecodePhase, DecodeTransfer, Ending, EndingKind, Outcome
+from kv_transfer.prefill_events import AddPushCredit, CreditGranted
+from kv_transfer.prefill_transfer import PrefillTransfer
 from kv_transfer.protocol_limits import ProtocolViolation
 from kv_transfer.transport import CancelGuarantee
 from tests.kv_transfer.handoff_world import World
@@ -110,6 +112,29 @@ def test_the_world_finds_a_machine_that_breaks_a_rule(
 ) -> None:
     monkeypatch.setitem(table, key, broken)
     with pytest.raises((AssertionError, ProtocolViolation, KeyError)):
+        _run_worlds(400)
+
+
+def _grant_twice(transfer: DecodeTransfer, event: on.FramesLanded, now: float) -> Outcome:
+    transfer, actions = decode_receiving.landed(transfer, event, now)
+    return transfer, tuple(
+        replace(action, num_bytes=3 * action.num_bytes) if isinstance(action, on.SendCredit) else action
+        for action in actions
+    )
+
+
+def _use_any_credit(transfer: PrefillTransfer, event: CreditGranted, now: float) -> prefill_transfer.Outcome:
+    credit_bytes = transfer.credit_bytes + event.num_bytes
+    return replace(transfer, credit_bytes=credit_bytes), (AddPushCredit(event.num_bytes),)
+
+
+def test_a_decode_worker_that_grants_more_than_its_own_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(decode_transfer._TRANSITIONS, (DecodePhase.RECEIVING, on.FramesLanded), _grant_twice)
+    assert _run_worlds(100)["refused credits"] > 10
+    monkeypatch.setitem(
+        prefill_transfer._TRANSITIONS, (prefill_transfer.PrefillPhase.COMPUTING, CreditGranted), _use_any_credit
+    )
+    with pytest.raises(AssertionError):
         _run_worlds(400)
 
 

@@ -39,7 +39,7 @@ def identity(layout: KvLayout) -> HandoffIdentity:
     ],
 )
 def test_fp8_kv_meets_only_its_own_kind(mine: KvLayout, theirs: KvLayout, fatal: set[str]) -> None:
-    mismatches = compare(identity(mine), make_hello(identity(theirs), (), b"n", 1))
+    mismatches = compare(identity(mine), make_hello(identity(theirs), (), b"n", 2**20))
     assert {mismatch.field for mismatch in mismatches if mismatch.fatal} == fatal
     assert is_refused(mismatches) == bool(fatal)
 
@@ -59,7 +59,7 @@ def test_kv17_kv18_a_shape_that_no_engine_serves_is_refused_by_its_name(
         )
         for tp_size, block in ((mine, my_block), (theirs, their_block))
     )
-    mismatches = compare(here, make_hello(there, (), b"n", 1))
+    mismatches = compare(here, make_hello(there, (), b"n", 2**20))
     fatal = {mismatch.field for mismatch in mismatches if mismatch.fatal}
     expected = set() if mine == theirs else {"layout.num_kv_heads"}
     if max(my_block, their_block) % min(my_block, their_block):
@@ -70,13 +70,22 @@ def test_kv17_kv18_a_shape_that_no_engine_serves_is_refused_by_its_name(
 @pytest.mark.parametrize(("mine", "theirs"), list(itertools.product((1, 2, 4), repeat=2)))
 def test_workers_with_pools_of_all_heads_meet_whatever_their_numbers_of_ranks(mine: int, theirs: int) -> None:
     here, there = (replace(identity(WIDE), tp_size=tp_size) for tp_size in (mine, theirs))
-    mismatches = compare(here, make_hello(there, (), b"n", 1))
+    mismatches = compare(here, make_hello(there, (), b"n", 2**20))
     assert not is_refused(mismatches)
     assert {mismatch.field for mismatch in mismatches} == (set() if mine == theirs else {"tp_size"})
+
+
+@pytest.mark.parametrize(("max_credit_bytes", "is_enough"), [(0, False), (-1, False), (0, True)])
+def test_a_credit_that_no_frame_fits_into_is_refused_by_its_name(max_credit_bytes: int, is_enough: bool) -> None:
+    """A cell of the decode worker's pool is the least that can be sent."""
+    theirs = replace(identity(WIDE), layout=replace(WIDE, block_tokens=2 * WIDE.block_tokens))
+    limit = 2 * WIDE.cell_bytes + max_credit_bytes if is_enough or max_credit_bytes else 0
+    mismatches = compare(identity(WIDE), make_hello(theirs, (), b"n", limit))
+    assert [bad.field for bad in mismatches if bad.fatal] == ([] if is_enough else ["max_credit_bytes"])
 
 
 def test_pools_of_two_ranks_heads_do_not_meet() -> None:
     """As many heads in both, and not the same ones."""
     first, second = (replace(identity(WIDE), tp_rank=rank, tp_size=2) for rank in (0, 1))
-    mismatches = compare(first, make_hello(second, (), b"n", 1))
+    mismatches = compare(first, make_hello(second, (), b"n", 2**20))
     assert [mismatch.field for mismatch in mismatches if mismatch.fatal] == ["heads.first"]

@@ -27,7 +27,7 @@ class Side:
     log: list[on.PrefillAction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.machine = PrefillTransfer(REF, deadline_s=10.0, credit_bytes=100)
+        self.machine = PrefillTransfer(REF, deadline_s=10.0, credit_bytes=100, max_credit_bytes=100)
 
     def tell(self, *events: on.PrefillEvent) -> list[on.PrefillAction]:
         actions: list[on.PrefillAction] = []
@@ -141,10 +141,26 @@ def test_kv60_a_posted_operation_that_never_ends_keeps_its_source_until_the_endp
 
 def test_a_resend_commits_again_and_a_repeated_request_for_it_does_not_send_twice() -> None:
     side = Side().commit()
-    assert side.tell(on.ResendAsked(RANGES, tries_left=1)) == [on.ResendCells(RANGES)]
-    assert side.tell(on.ResendAsked(RANGES, tries_left=1)) == []
+    again = on.ResendAsked(RANGES, tries_left=1, num_bytes=10)
+    assert side.tell(again) == [on.ResendCells(RANGES)]
+    assert side.tell(again) == []
     assert side.tell(on.PushSealed(3, 30)) == [on.SendCommit(3, 30, 1)]
-    assert side.tell(on.ResendAsked(RANGES, tries_left=1)) == []
+    assert side.tell(again) == []
+
+
+def test_credit_beyond_what_the_decode_worker_allows_itself_is_not_used() -> None:
+    side = Side().compute()
+    assert side.tell(on.CreditGranted(60, posted_bytes=60)) == [on.AddPushCredit(60)]
+    actions = side.tell(on.CreditGranted(1, posted_bytes=60))
+    assert kinds(actions) == ["SendFailedCommit", "CancelPush", "CancelCompute"]
+    assert "own limit" in actions[0].error.message  # type: ignore[union-attr]
+
+
+def test_what_is_asked_for_again_may_have_come_late_and_pay_twice() -> None:
+    side = Side().commit()
+    side.tell(on.ResendAsked(RANGES, tries_left=1, num_bytes=10))
+    assert side.tell(on.CreditGranted(40, posted_bytes=30)) == [on.AddPushCredit(40)]
+    assert kinds(side.tell(on.CreditGranted(1, posted_bytes=30)))[0] == "SendFailedCommit"
 
 
 def test_a_peer_that_is_gone_is_told_nothing() -> None:

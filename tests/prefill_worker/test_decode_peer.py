@@ -60,7 +60,7 @@ async def test_kv39_a_broken_link_ends_the_stream_so_that_both_come_back_with_a_
     """The stream alone would live on, and every later prompt fail on the same dead link."""
     memory = KvMemory(LAYOUT, 4)
     pusher = LayerPusher(BrokenSender(), memory, LinkCosts(1e9, 1e-5))
-    peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), PeerLink(pusher, "broken", "", 1.0), Node())
+    peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), PeerLink(pusher, "broken", "", 1.0, 2**20), Node())
     outcome = PushOutcome()
     session = pusher.open(PushRequest(TRANSFER, 1, LAYOUT.block_tokens, 0, outcome.callbacks()))  # type: ignore[arg-type]
     session.blocks_allocated(refs(0), LAYOUT.block_tokens)
@@ -74,7 +74,7 @@ async def test_kv39_a_broken_link_ends_the_stream_so_that_both_come_back_with_a_
 async def test_kv36_a_ping_of_another_incarnation_ends_the_stream() -> None:
     memory = KvMemory(LAYOUT, 4)
     pusher = LayerPusher(BrokenSender(), memory, LinkCosts(1e9, 1e-5))
-    peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), PeerLink(pusher, "broken", "", 1.0), Node())
+    peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), PeerLink(pusher, "broken", "", 1.0, 2**20), Node())
     peer.on_message(handoff_pb2.DecodeToPrefill(ping=handoff_pb2.Ping(number=1, incarnation="d1")))
     async with asyncio.timeout(5):
         assert (await peer.next_message()).pong.number == 1

@@ -12,7 +12,7 @@ from cluster.identity import new_transfer_id
 from cluster.sampling_params import SamplingParams
 from prefill_worker.prefill_check import PrefillLimits, check_load, check_prefill
 
-LIMITS = PrefillLimits(vocab_size=1000, max_model_len=256, block_tokens=16, total_blocks=20)
+LIMITS = PrefillLimits(vocab_size=1000, max_model_len=256, block_tokens=16, total_blocks=20, max_credit_bytes=2**20)
 
 
 def request(num_tokens: int = 40, have_tokens: int = 16) -> handoff_pb2.PrefillRequest:
@@ -68,6 +68,10 @@ def _same_block_twice(message: handoff_pb2.PrefillRequest) -> None:
     message.destination[1].block = message.destination[0].block
 
 
+def _too_much_credit(message: handoff_pb2.PrefillRequest) -> None:
+    message.credit_bytes = LIMITS.max_credit_bytes + 1
+
+
 def _no_credit(message: handoff_pb2.PrefillRequest) -> None:
     message.credit_bytes = 0
 
@@ -96,6 +100,7 @@ def _adapter(message: handoff_pb2.PrefillRequest) -> None:
         (_too_few_blocks, "destination"),
         (_same_block_twice, "destination"),
         (_no_credit, "deadline_ms"),
+        (_too_much_credit, "credit_bytes"),
         (_all_generated, "num_generated_tokens"),
         (_bad_temperature, "temperature"),
         (_adapter, "scope.lora_name"),

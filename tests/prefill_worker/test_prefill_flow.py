@@ -160,6 +160,7 @@ class Desk:
             deadline_s=deadline_s,
             idle_s=idle_s,
             credit_bytes=2 * LAYOUT.block_bytes,
+            max_credit_bytes=2 * LAYOUT.block_bytes,
             scope_key=b"",
         )
         resources = FlowResources(self.engine, self.pool, LAYOUT.num_layers)  # type: ignore[arg-type]
