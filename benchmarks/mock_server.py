@@ -42,10 +42,10 @@ MODEL_INFO = {"model_path": DEFAULT_MODEL, "is_generation": True, "max_total_num
 class MockServer:
     """An ASGI application. Owned by its process."""
 
-    def __init__(self, tokenizer: Tokenizer, timing: StepTiming) -> None:
+    def __init__(self, tokenizer: Tokenizer, timing: StepTiming, num_blocks: int) -> None:
         """Raises `StartupError` for a model without a chat template."""
         limits = EngineLimits(max_model_len=MAX_MODEL_LEN)
-        pool = BlockPool(DEFAULT_NUM_BLOCKS, BLOCK_TOKENS, "mock")
+        pool = BlockPool(num_blocks, BLOCK_TOKENS, "mock")
         self._tokenizer = tokenizer
         vocabulary = tokenizer.vocabulary
         if vocabulary.chat_template is None:
@@ -176,9 +176,11 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer is used")
     parser.add_argument("--prefill-ms", type=_coefficients, default=DEFAULT_MOCK_PREFILL_MS)
     parser.add_argument("--decode-ms", type=_coefficients, default=DEFAULT_MOCK_DECODE_MS)
+    parser.add_argument("--num-blocks", type=int, default=DEFAULT_NUM_BLOCKS, help="of its KV pool")
     arguments = parser.parse_args()
     path: Path = resolve_model(arguments.model)
-    server = MockServer(load_tokenizer(path), StepTiming(arguments.prefill_ms, arguments.decode_ms))
+    timing = StepTiming(arguments.prefill_ms, arguments.decode_ms)
+    server = MockServer(load_tokenizer(path), timing, arguments.num_blocks)
     try:
         config = uvicorn.Config(server, log_level="warning", access_log=False, lifespan="off")
         uvicorn.Server(config).run([bind_socket("127.0.0.1", arguments.port, "--port")])

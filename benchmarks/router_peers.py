@@ -6,6 +6,8 @@
 
     routing   documents asked about several times: TTFT, cache hits, the most hits that any routing could have (each
               document computed once), the busiest worker's requests over the mean
+    crowded   prefixes that are more than one worker's cache holds (`crowded_traffic`: conversations behind tenants'
+              system prompts, questions about a library): the same, and the hits of one cache as large as all eight
     cost      engines that take no time, one-token answers: added latency of a request alone over asking a mock server
               directly, requests/s at 64 in flight, and requests for each second of the router's own CPU time
 
@@ -36,19 +38,17 @@ from typing import Any
 import psutil
 
 from benchmarks.cluster_under_test import started_cluster
-from benchmarks.mock_server import BLOCK_TOKENS
+from benchmarks.crowded_traffic import SHAPES, as_planned
+from benchmarks.hit_ceiling import most_hits, num_distinct_blocks, prompts_of
 from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient, StreamCapture
 from benchmarks.peer_servers import PeerServer, started_peer
 from benchmarks.routed_run import RoutedRun, imbalance, run_workload
 from benchmarks.routing_workloads import Traffic, documents, single_token_words
 from benchmarks.workload import ChatMessage, PlannedRequest
-from cluster.block_hash import HashScope
-from cluster.chat_template import ChatTemplate
 from cluster.free_port import free_port
-from cluster.identity import BlockHash
 from cluster.model_files import DEFAULT_MODEL, resolve_model, served_name
 from cluster.tokenizer import load_tokenizer
-from router.cache_view import prompt_hashes
+from engine.mock_worker import DEFAULT_NUM_BLOCKS
 
 NUM_WORKERS = 8
 NO_TIME = "0,0,0"
@@ -61,7 +61,11 @@ THROUGHPUT_S = 8.0
 PEER_FLAGS = ("--policy", "cache_aware", "--balance-abs-threshold", "4", "--balance-rel-threshold", "1.1")
 # About a model of 8 billion parameters on one data-centre GPU: coefficients of prefill and of decode.
 ROUTED_TIMING = ("8,0.1,0.000001", "12,0.15,0.00001")
+# Twice as slow: as much load from half as many requests, so that a small machine is in nobody's way.
+CROWDED_TIMING = ("16,0.2,0.000002", "24,0.3,0.00002")
+CROWDED_BLOCKS = 1536  # of each worker: some 12 prompts
 ROUTERS = ("tandem", "vllm-router", "sglang-router")
+PARTS = ("routing", "crowded", "cost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +85,25 @@ class OwnRouter:
     num_processes: int
 
 
+@dataclass(frozen=True, slots=True)
+class MockWorkers:
+    """What stands behind every router. Coefficients as flags have them."""
+
+    prefill_ms: str
+    decode_ms: str
+    num_blocks: int = DEFAULT_NUM_BLOCKS
+
+
 @contextlib.contextmanager
-def mock_servers(count: int, prefill_ms: str, decode_ms: str, directory: Path) -> Iterator[list[str]]:
+def mock_servers(count: int, workers: MockWorkers, directory: Path) -> Iterator[list[str]]:
     """URLs of mock servers that answer."""
     with contextlib.ExitStack() as stack:
         urls = []
         processes = []
         for number in range(count):
             port = free_port()
-            flags = [f"--port={port}", f"--prefill-ms={prefill_ms}", f"--decode-ms={decode_ms}"]
+            flags = [f"--port={port}", f"--prefill-ms={workers.prefill_ms}", f"--decode-ms={workers.decode_ms}"]
+            flags += [f"--num-blocks={workers.num_blocks}"]
             log = stack.enter_context((directory / f"mock-{number}.log").open("w"))
             process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.mock_server", *flags], stdout=log, stderr=log, env=dict(os.environ)
@@ -117,18 +131,18 @@ async def _until_all_answer(urls: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def started_front(name: str, routers: Path, timing: tuple[str, str], own: OwnRouter) -> Iterator[Front]:
-    """The router with its eight workers. `timing`: coefficients of prefill and of decode, as flags have them."""
+def started_front(name: str, routers: Path, workers: MockWorkers, own: OwnRouter) -> Iterator[Front]:
+    """The router with its eight workers."""
     model_name = served_name(resolve_model(DEFAULT_MODEL))
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tdm-")))
         if name == "tandem":
             config = directory / "cluster.yaml"
-            config.write_text(_cluster_yaml(timing, own))
+            config.write_text(_cluster_yaml(workers, own))
             url = stack.enter_context(started_cluster(["--config", str(config)], directory / "serve.log"))
             yield Front(Endpoint(url, model_name), _router_processes(url), ())
             return
-        urls = stack.enter_context(mock_servers(NUM_WORKERS, *timing, directory))
+        urls = stack.enter_context(mock_servers(NUM_WORKERS, workers, directory))
         command = [str(routers / name), *(["launch"] if name == "sglang-router" else [])]
         command += ["--host", "127.0.0.1", "--port", "{port}", "--worker-urls", *urls, *PEER_FLAGS]
         command += ["--prometheus-port", str(free_port())]
@@ -137,11 +151,11 @@ def started_front(name: str, routers: Path, timing: tuple[str, str], own: OwnRou
         yield Front(Endpoint(url, DEFAULT_MODEL, dialect), _router_processes(url), urls)
 
 
-def _cluster_yaml(timing: tuple[str, str], own: OwnRouter) -> str:
-    prefill_ms, decode_ms = timing
+def _cluster_yaml(workers: MockWorkers, own: OwnRouter) -> str:
     return (
-        f"engine: mock\nmock_prefill_ms: [{prefill_ms}]\nmock_decode_ms: [{decode_ms}]\n"
-        f"prefill: {{workers: 0}}\ndecode: {{workers: 0}}\naggregated: {{workers: {NUM_WORKERS}}}\n"
+        f"engine: mock\nmock_prefill_ms: [{workers.prefill_ms}]\nmock_decode_ms: [{workers.decode_ms}]\n"
+        f"prefill: {{workers: 0}}\ndecode: {{workers: 0}}\n"
+        f"aggregated: {{workers: {NUM_WORKERS}, num_kv_blocks: {workers.num_blocks}}}\n"
         f"router: {{policy: {own.policy}, processes: {own.num_processes}}}\n"
     )
 
@@ -166,24 +180,6 @@ def routing_row(name: str, run: RoutedRun, spread: Counter[str]) -> str:
         f"| {name} | {run.ttft_percentile_ms(0.5):.0f} | {run.ttft_percentile_ms(0.99):.0f} | {run.hit_rate:.1%} | "
         f"{imbalance(spread, NUM_WORKERS):.2f} |{failed}"
     )
-
-
-def most_hits(planned: Sequence[PlannedRequest]) -> float:
-    """The share of tokens found when whatever was asked before is in the cache of whoever is asked."""
-    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL))
-    vocabulary = tokenizer.vocabulary
-    template = ChatTemplate(vocabulary.chat_template or "", vocabulary.special_tokens)
-    known: set[BlockHash] = set()
-    num_tokens = num_found = 0
-    for request in planned:
-        messages = [{"role": message.role, "content": message.content} for message in request.messages]
-        token_ids = tokenizer.encode(template.render(messages), add_special_tokens=False)
-        hashes = prompt_hashes(token_ids, HashScope(b"", "mock", BLOCK_TOKENS))
-        num_tokens += len(token_ids)
-        reusable = hashes[: (len(token_ids) - 1) // BLOCK_TOKENS]
-        num_found += BLOCK_TOKENS * next((at for at, name in enumerate(reusable) if name not in known), len(reusable))
-        known.update(hashes)
-    return num_found / num_tokens
 
 
 async def measure_routing(front: Front, planned: list[PlannedRequest]) -> tuple[RoutedRun, Counter[str]]:
@@ -268,18 +264,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--routers", type=Path, required=True, help="folder with vllm-router and sglang-router")
     parser.add_argument("--only", action="append", choices=ROUTERS, help="may be repeated; default: all")
-    parser.add_argument("--part", action="append", choices=("routing", "cost"), help="default: both")
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be repeated; default: all")
     parser.add_argument("--rate", type=float, default=14.0, help="requests a second of the routing part")
     parser.add_argument("--documents", type=int, default=50)
+    parser.add_argument("--shape", action="append", choices=tuple(SHAPES), help="of the crowded part; default: all")
+    parser.add_argument("--seed", action="append", type=int, help="of the crowded part; may be repeated; default: 1")
+    parser.add_argument("--crowded-rate", type=float, default=11.0, help="requests a second of the crowded part")
+    parser.add_argument("--crowded-s", type=float, default=60.0, help="how long its traffic lasts")
     parser.add_argument("--prompt-words", type=int, default=200, help="of the cost part")
     parser.add_argument("--policy", default="cache_aware", help="of our router")
     parser.add_argument("--processes", type=int, default=1, help="of our router, on one port")
     arguments = parser.parse_args()
     names = arguments.only or ROUTERS
     words = single_token_words(load_tokenizer(resolve_model(DEFAULT_MODEL)))
-    parts = arguments.part or ["routing", "cost"]
+    parts = arguments.part or PARTS
     if "routing" in parts:
         compare_routing(names, arguments, words)
+    if "crowded" in parts:
+        compare_crowded(names, arguments, words)
     if "cost" in parts:
         compare_cost(names, arguments, " ".join(words[: arguments.prompt_words]))
 
@@ -293,11 +295,34 @@ def compare_routing(names: Sequence[str], arguments: argparse.Namespace, words: 
         document_tokens=2000,
         own_tokens=40,
     )
+    prompts = prompts_of(planned, load_tokenizer(resolve_model(DEFAULT_MODEL)))
+    print(f"every document computed once: {most_hits(prompts):.1%} cached")
+    _compare(names, arguments, planned, MockWorkers(*ROUTED_TIMING))
+
+
+def compare_crowded(names: Sequence[str], arguments: argparse.Namespace, words: list[str]) -> None:
+    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL))
+    workers = MockWorkers(*CROWDED_TIMING, CROWDED_BLOCKS)
+    for shape in arguments.shape or SHAPES:
+        for seed in arguments.seed or (1,):
+            planned = as_planned(SHAPES[shape](arguments.crowded_rate, arguments.crowded_s, seed), words)
+            prompts = prompts_of(planned, tokenizer)
+            print(
+                f"{shape}, seed {seed}: {len(planned)} requests, {num_distinct_blocks(prompts):,} blocks of KV for "
+                f"eight caches of {CROWDED_BLOCKS:,}; cached if every prefix were computed once "
+                f"{most_hits(prompts):.1%}, with one cache as large as all "
+                f"{most_hits(prompts, NUM_WORKERS * CROWDED_BLOCKS):.1%}"
+            )
+            _compare(names, arguments, planned, workers)
+
+
+def _compare(
+    names: Sequence[str], arguments: argparse.Namespace, planned: list[PlannedRequest], workers: MockWorkers
+) -> None:
     own = OwnRouter(arguments.policy, arguments.processes)
-    print(f"every document computed once: {most_hits(planned):.1%} cached")
     print("| router | TTFT p50 ms | p99 ms | cached | max/mean |\n|---|---|---|---|---|")
     for name in names:
-        with started_front(name, arguments.routers, ROUTED_TIMING, own) as front:
+        with started_front(name, arguments.routers, workers, own) as front:
             run, spread = asyncio.run(measure_routing(front, planned))
         print(routing_row(name, run, spread), flush=True)
 
@@ -308,7 +333,7 @@ def compare_cost(names: Sequence[str], arguments: argparse.Namespace, text: str)
     print("|---|---|---|---|---|---|")
     with (
         tempfile.TemporaryDirectory(prefix="tdm-") as directory,
-        mock_servers(1, NO_TIME, NO_TIME, Path(directory)) as urls,
+        mock_servers(1, MockWorkers(NO_TIME, NO_TIME), Path(directory)) as urls,
     ):
         direct = asyncio.run(measure_cost(Endpoint(urls[0], DEFAULT_MODEL, "openai"), (), text))
     print(
@@ -316,7 +341,7 @@ def compare_cost(names: Sequence[str], arguments: argparse.Namespace, text: str)
         f"| {direct.requests_per_s:,.0f} | | |"
     )
     for name in names:
-        with started_front(name, arguments.routers, (NO_TIME, NO_TIME), own) as front:
+        with started_front(name, arguments.routers, MockWorkers(NO_TIME, NO_TIME), own) as front:
             cost = asyncio.run(measure_cost(alike(front.endpoint), front.processes, text))
         print(cost_row(name, cost, direct), flush=True)
 

@@ -1,17 +1,17 @@
 """The cache-aware policy: the pair of workers with the lowest predicted time to first token and least harm to others.
 
-    prefill  S_p = queue + 1.3 t_p(L - m, m) + 0.25 evicted + spread + restore
+    prefill  S_p = queue + 1.6 t_p(L - m, m) + 0.25 evicted + spread + restore
              m: tokens of the prompt believed cached there, with those that it can restore from a lower tier faster than
              compute them
     decode   S_d = transfer + step + neighbours + pressure + full
-    local    S_l = S_d - transfer + 1.3 t_p(L - m_d, m_d) + streams + queue + restore; streams: a step for each part of
+    local    S_l = S_d - transfer + 1.6 t_p(L - m_d, m_d) + streams + queue + restore; streams: a step for each part of
              the prompt where the worker takes prompts in parts that keep its streams in time, else t_p for each that it
-             stalls; an aggregated worker's S_d has all of it
+             stalls; an aggregated worker's S_d has all of it, evicted and spread too
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
 wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
-eighth request for a hot prefix goes to a worker that lacks it (`hot_prefixes`), until all of them have it. A
-decode worker prefills by itself only where that wins by more than a near tie: what it computes, it does not decode.
+eighth request for a hot prefix goes to a worker that lacks it (`hot_prefixes`), until no holder gets more than a
+worker's fair share through it. A decode worker prefills by itself only where that wins by more than a near tie: what it computes, it does not decode.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ EVICTION_WEIGHT = 0.25
 SPREAD_WEIGHT = 0.5
 # Computing what another worker holds, or is about to hold, takes capacity from whoever comes next: siblings of a burst
 # wait for the first one's prefix rather than each computing it.
-WORK_WEIGHT = 0.3
+WORK_WEIGHT = 0.6
 NEAR_TIE_MS, NEAR_TIE_SHARE = 5.0, 0.05
 COLD_SHARE = 0.10  # a best match below this share of the prompt is no reason to go anywhere
 MAX_EXPLAINED = 8  # of each role: names and numbers of the others are not worth their objects
 PREFILL_TERMS = ("queue", "prefill", "work", "evict", "spread", "restore")
-DECODE_TERMS = ("step", "neighbours", "transfer", "pressure", "full", "queue", "prefill", "restore")
+DECODE_TERMS = (
+    "step", "neighbours", "transfer", "pressure", "full", "queue", "prefill", "evict", "spread", "restore"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,7 @@ class CacheAware:
         num_tokens, cached_tokens = request.num_prompt_tokens, request.cached_tokens
         # Coefficients once for the decision: a thousand workers are scored with plain floats.
         c0, c1, c2 = self._timing.prefill_coefficients
-        is_cold = max(cached_tokens.values(), default=0) < COLD_SHARE * num_tokens
-        recent = [worker.recent_tokens(now_s) for worker in workers] if is_cold else []
-        mean_recent = sum(recent) / len(recent) if recent else 0.0
+        recent, mean_recent = _recent_tokens(request, workers, now_s)
         make = tuple.__new__  # a sixth of a decision over a thousand workers would go into arguments by name
         scored = []
         for index, worker in enumerate(workers):
@@ -181,9 +181,8 @@ class CacheAware:
             if worker.reported_queue_ms > queue_ms and (age_s := now_s - worker.load_at_s) <= REPORT_FRESH_S:
                 queue_ms = max(queue_ms, worker.reported_queue_ms - age_s * 1000)
             compute_ms = c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)
-            evicted = uncached - worker.never_used_blocks * worker.block_tokens if worker.capacity_tokens else 0
-            evict_ms = EVICTION_WEIGHT * c1 * evicted if evicted > 0 else 0.0
-            over = recent[index] - mean_recent if is_cold else 0.0
+            evict_ms = EVICTION_WEIGHT * c1 * _evicted_tokens(worker, uncached)
+            over = recent[index] - mean_recent if recent else 0.0
             spread_ms = SPREAD_WEIGHT * c1 * over if over > 0 else 0.0
             work_ms = WORK_WEIGHT * compute_ms
             restore_ms = _restore_ms(request, worker) if request.restorable_tokens else 0.0
@@ -197,7 +196,9 @@ class CacheAware:
         """The best first."""
         num_tokens, cached_tokens, settings = request.num_prompt_tokens, request.cached_tokens, self._settings
         alpha, beta, gamma = self._timing.decode_coefficients
+        c1 = self._timing.prefill_coefficients[1]
         slower_ms = beta + gamma * num_tokens
+        recent, mean_recent = _recent_tokens(request, workers, now_s)
         transfers_ms: dict[tuple[int, int, int], float] = {}  # most workers hold nothing, and are of one kind
         make = tuple.__new__
         scored = []
@@ -206,11 +207,14 @@ class CacheAware:
             kv_tokens = max(worker.reported_context_tokens, worker.booked_kv_tokens)
             step_ms = alpha + beta * (running + 1) + gamma * (kv_tokens + num_tokens)
             neighbours_ms = slower_ms * running
-            transfer_ms = queue_ms = prefill_ms = restore_ms = 0.0
+            transfer_ms = queue_ms = prefill_ms = evict_ms = spread_ms = restore_ms = 0.0
             missing = num_tokens - cached_tokens.get(worker.worker_id, 0)
             if worker.role is Role.AGGREGATED:
                 queue_ms = self._own_queue_ms(worker, step_ms, now_s)
                 prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker, step_ms)
+                evict_ms = EVICTION_WEIGHT * c1 * _evicted_tokens(worker, missing)
+                over = recent[index] - mean_recent if recent else 0.0
+                spread_ms = SPREAD_WEIGHT * c1 * over if over > 0 else 0.0
                 restore_ms = _restore_ms(request, worker) if request.restorable_tokens else 0.0
             else:
                 # What is on its way from a prefill worker need not come from below, too.
@@ -223,7 +227,10 @@ class CacheAware:
             late_ms = step_ms - settings.itl_slo_ms
             pressure_ms = settings.pressure_weight * late_ms if late_ms > 0 else 0.0
             full_ms = full_pool_ms(worker)
-            terms = (step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms, queue_ms, prefill_ms, restore_ms)
+            terms = (
+                step_ms, neighbours_ms, transfer_ms, pressure_ms, full_ms,
+                queue_ms, prefill_ms, evict_ms, spread_ms, restore_ms,
+            )  # fmt: skip
             total_ms = sum(terms)
             scored.append(make(_Scored, (total_ms, worker.last_chosen_s, index, worker, terms)))
         scored.sort()
@@ -270,13 +277,15 @@ class CacheAware:
 
     def _without_hot_prefix(self, request: RequestView, able: Sequence[_Scored], now_s: float) -> list[_Scored]:
         """Those that lack the prefix of this request, when it is time for another copy; else nobody."""
+        self._hot.count_request(now_s)
         longest_match, cached_tokens = request.longest_match, request.cached_tokens
         most = max(cached_tokens.values(), default=0)
         if longest_match is None or most < COLD_SHARE * request.num_prompt_tokens:
             return []
-        if not self._hot.wants_copy(longest_match, now_s):
+        lacking = [scored for scored in able if cached_tokens.get(scored.worker.worker_id, 0) < most / 2]
+        if not lacking or not self._hot.wants_copy(longest_match, 1 - len(lacking) / len(able), now_s):
             return []
-        return [scored for scored in able if cached_tokens.get(scored.worker.worker_id, 0) < most / 2]
+        return lacking
 
     # --- choice -------------------------------------------------------------------------------------------------------
 
@@ -325,6 +334,21 @@ def _reason(pair: _Pair, *, is_wanted_local: bool, is_copying: bool) -> str:
     if is_copying:
         return "a copy of a hot prefix"
     return "near tie: the less busy, then the one chosen least recently" if pair.is_tied else "lowest predicted time"
+
+
+def _evicted_tokens(worker: WorkerState, num_uncached: int) -> int:
+    """What has to leave its cache for this prompt."""
+    if not worker.capacity_tokens:
+        return 0
+    return max(0, num_uncached - worker.never_used_blocks * worker.block_tokens)
+
+
+def _recent_tokens(request: RequestView, workers: Sequence[WorkerState], now_s: float) -> tuple[list[float], float]:
+    """Of each worker, what was computed there lately, and their mean; none where a cache decides where to go."""
+    if max(request.cached_tokens.values(), default=0) >= COLD_SHARE * request.num_prompt_tokens:
+        return [], 0.0
+    recent = [worker.recent_tokens(now_s) for worker in workers]
+    return recent, sum(recent) / len(recent) if recent else 0.0
 
 
 def _restore_ms(request: RequestView, worker: WorkerState) -> float:

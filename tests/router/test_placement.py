@@ -306,14 +306,50 @@ def test_rt1_a_hot_prefix_reaches_every_worker_also_when_one_could_serve_all(rat
     assert min(counts.values()) >= 0.05 * 400
 
 
+def _asked(hot: HotPrefixes, prefix: bytes, at_s: float, holders_share: float = 0.25) -> bool:
+    hot.count_request(at_s)
+    return hot.wants_copy(BlockHash(prefix), holders_share, at_s)
+
+
 def test_a_prefix_that_is_asked_for_now_and_then_is_not_copied() -> None:
     hot = HotPrefixes(max_prefixes=2)
-    assert not any(hot.wants_copy(BlockHash(b"rare"), 60.0 * number) for number in range(100))
-    asked = [hot.wants_copy(BlockHash(b"hot"), 6000.0 + 0.1 * number) for number in range(32)]
+    assert not any(_asked(hot, b"rare", 60.0 * number) for number in range(100))
+    asked = [_asked(hot, b"hot", 6000.0 + 0.1 * number) for number in range(32)]
     assert sum(asked) == 3
-    hot.wants_copy(BlockHash(b"a"), 6010.0)
-    hot.wants_copy(BlockHash(b"b"), 6010.0)
-    assert not any(hot.wants_copy(BlockHash(b"hot"), 6010.0) for _ in range(7)), "forgotten, so it starts over"
+    _asked(hot, b"a", 6010.0)
+    _asked(hot, b"b", 6010.0)
+    assert not any(_asked(hot, b"hot", 6010.0) for _ in range(7)), "forgotten, so it starts over"
+
+
+def test_a_popular_prefix_is_copied_until_its_holders_have_a_fair_share() -> None:
+    """A third of all requests: more than two of eight workers would get, less than three."""
+    hot = HotPrefixes()
+    copies = dict.fromkeys((1, 2, 3), 0)
+    for holders in copies:
+        at_s = 100.0 * holders
+        for number in range(120):
+            copies[holders] += _asked(hot, b"popular", at_s, holders / 8)
+            _asked(hot, b"other %d" % number, at_s, 1 / 8)
+            _asked(hot, b"another %d" % number, at_s, 1 / 8)
+    assert copies[1] == copies[2] == 15
+    assert copies[3] == 0
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.AGGREGATED])
+def test_what_has_to_leave_a_full_cache_and_what_came_lately_decide_where_a_cold_prompt_goes(role: Role) -> None:
+    """Three workers that are as idle: one has a full cache, one took prompts lately."""
+    full, busy_lately, roomy = (worker(f"{role.value}-{number}", role) for number in range(3))
+    full.take_report(worker_pb2.LoadReport(total_blocks=1000, free_blocks=900, cached_blocks=900), 0.0)
+    busy_lately.add_recent_tokens(50_000, 0.0)
+    workers = [full, busy_lately, roomy]
+    decodes = workers if role is Role.AGGREGATED else [worker("decode-0", Role.DECODE)]
+    snapshot = ClusterSnapshot(workers if role is Role.PREFILL else [], decodes, allows_local_prefill=False)
+    placement = _cache_aware().place(_request(4000), snapshot, 0.0)
+    chosen = placement.prefill[0] if placement.prefill else placement.decode
+    assert chosen is roomy
+    terms = {candidate.worker.worker_id: candidate.terms_ms for candidate in placement.candidates}
+    assert terms[full.worker_id]["evict"] > 0 == terms[roomy.worker_id]["evict"]
+    assert terms[busy_lately.worker_id]["spread"] > 0 == terms[roomy.worker_id]["spread"]
 
 
 def test_cache_aware_is_faster_than_round_robin_on_shared_prefixes() -> None:
