@@ -11,7 +11,8 @@
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
 wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
 eighth request for a hot prefix goes to a worker that lacks it (`hot_prefixes`), until no holder gets more than a
-worker's fair share through it. A decode worker prefills by itself only where that wins by more than a near tie: what it computes, it does not decode.
+worker's fair share through it. A decode worker prefills by itself only where that wins by more than a near tie: what it
+computes, it does not decode.
 """
 
 from __future__ import annotations
