@@ -15,6 +15,7 @@ from tandem.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, membership_pb2,
 from cluster.errors import WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId, new_transfer_id
 from cluster.membership_state import ChangeKind, MembershipChange
+from decode_worker import prefill_peer
 from decode_worker.prefill_peer import PeerState, PeerTiming, PrefillPeer
 from decode_worker.prefill_peers import MAX_AHEAD, PrefillPeers
 from kv_transfer.transfer_ref import TransferRef
@@ -148,6 +149,12 @@ async def peers() -> AsyncIterator[PrefillPeers]:
     await peers.close()
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for a moment is no dead peer: for tests of what pings are sent."""
+    monkeypatch.setattr(prefill_peer, "MAX_MISSED_PINGS", 1_000_000)
+
+
 async def connected(peers: PrefillPeers, address: str, incarnation: str = "") -> PrefillPeer:
     return await peers.ready(PREFILL, Incarnation(incarnation), address)
 
@@ -264,6 +271,7 @@ async def test_silent_peer_is_dead_after_three_pings(
         assert "3 pings were not answered" in await ear.gone
 
 
+@pytest.mark.usefixtures("patience")
 async def test_a_peer_that_has_nothing_of_ours_is_pinged_as_seldom_as_it_allows(
     peers: PrefillPeers, prefill: ScriptedPrefill, address: str
 ) -> None:
@@ -278,6 +286,7 @@ async def test_a_peer_that_has_nothing_of_ours_is_pinged_as_seldom_as_it_allows(
     await until(lambda: prefill.pings[2] >= 12)
 
 
+@pytest.mark.usefixtures("patience")
 async def test_kv27_an_attempt_that_only_the_peer_lists_is_asked_after_at_full_pace(
     peers: PrefillPeers, prefill: ScriptedPrefill, address: str
 ) -> None:
@@ -295,6 +304,7 @@ def _joined(number: int, address: str) -> MembershipChange:
     return MembershipChange(ChangeKind.JOINED, record)
 
 
+@pytest.mark.usefixtures("patience")
 async def test_of_many_prefill_workers_those_are_connected_to_that_a_request_names(
     prefill: ScriptedPrefill, address: str
 ) -> None:
@@ -319,6 +329,7 @@ async def test_of_many_prefill_workers_those_are_connected_to_that_a_request_nam
         await peers.close()
 
 
+@pytest.mark.usefixtures("patience")
 async def test_a_few_prefill_workers_are_connected_to_ahead_of_any_request(
     peers: PrefillPeers, prefill: ScriptedPrefill, address: str
 ) -> None:
