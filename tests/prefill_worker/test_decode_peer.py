@@ -88,7 +88,7 @@ async def test_kv36_a_ping_of_another_incarnation_ends_the_stream() -> None:
 async def test_who_has_something_here_may_be_silent_for_seconds_and_who_has_nothing_for_longer() -> None:
     memory, now_s = KvMemory(LAYOUT, 4), 0.0
     pusher = LayerPusher(BrokenSender(), memory, LinkCosts(1e9, 1e-5))
-    link = PeerLink(pusher, "broken", "", 1.0)
+    link = PeerLink(pusher, "broken", "", 1.0, 2**20)
     peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), link, Node(), clock=lambda: now_s)
     now_s = 5.0
     watching = asyncio.create_task(peer.watch_silence(0.001, 13.5))
