@@ -70,11 +70,13 @@ class ResultTaker:
             accepted = self._verify(sequence, results, first_row)
         decision = decide_stop(sequence, accepted.token_ids, sequence.num_generated)
         token_ids, rows = accepted.token_ids[: decision.num_kept], accepted.rows[: decision.num_kept]
-        if rows != tuple(range(len(rows))):
+        is_run = rows == tuple(range(len(rows)))
+        if not is_run:
             self._move_kv(sequence, rows)
         if self._speculator is not None and results.taps is not None and decision.finish_reason is None:
-            taps = results.taps[[first_row + row for row in rows]]
-            self._speculator.sampled(sequence.request, sequence.num_tokens, token_ids, taps)
+            # A run's rows are a view, no copy.
+            places = slice(first_row, first_row + len(rows)) if is_run else [first_row + row for row in rows]
+            self._speculator.sampled(sequence.request, sequence.num_tokens, token_ids, results.taps[places])
         for token_id in token_ids:
             sequence.append(token_id)
         self._book_computed(sequence, sequence.num_tokens - 1)  # KV behind that is of rejected drafts

@@ -14,15 +14,20 @@ from functools import lru_cache
 SMOOTHING = 0.1
 # What a drafter is believed to hit before anything was seen: worth a try, not a promise.
 INITIAL_ACCEPTANCE = 0.6
+# As often as the guesses of a model, smaller than the target, hold at best; those of a look-up may all be right.
+MOST_OF_A_MODEL = 0.85
 # A gain below this is noise of the cost table.
 MIN_GAIN = 1.03
 COOL_DOWN_STEPS = 16
 MAX_COOL_DOWN_STEPS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
-    """Measured at start-up: the time of a step by its number of rows, and of one guess."""
+    """Measured at start-up: the time of a step by its number of rows, and of one guess.
+
+    Told apart by identity: it is a key of what was decided already, looked up several times a step.
+    """
 
     rows: tuple[int, ...]  # ascending
     step_ms: tuple[float, ...]
@@ -58,9 +63,10 @@ def best_num_drafts(acceptance: float, batch_size: int, costs: StepCosts, max_dr
     return best if best and rate(best) > MIN_GAIN * direct else 0
 
 
-def may_pay(batch_size: int, costs: StepCosts, max_drafts: int) -> bool:
-    """Whether in such a batch anything pays at all, were every guess right. If not, nobody need be asked."""
-    return best_num_drafts(1.0, batch_size, costs, max_drafts) > 0
+def may_pay(batch_size: int, costs: StepCosts, max_drafts: int, most_acceptance: float = 1.0) -> bool:
+    """Whether in such a batch anything pays at all, did guesses hold as often as they ever do. If not, nobody need be
+    asked."""
+    return best_num_drafts(most_acceptance, batch_size, costs, max_drafts) > 0
 
 
 def best_cut(confidences: Sequence[float], batch_size: int, costs: StepCosts) -> int:

@@ -21,6 +21,7 @@ from decode_worker.speculation.draft import (
     ReadsHiddenStates,
 )
 from decode_worker.speculation.gate import (
+    MOST_OF_A_MODEL,
     SMOOTHING,
     GateState,
     StepCosts,
@@ -71,7 +72,8 @@ class GatedDrafter:
 
     def see_batch(self, batch_size: int) -> None:
         """A step with so many decodes is at hand."""
-        self.is_resting = self._costs is not None and not may_pay(batch_size, self._costs, self._max_drafts)
+        most = MOST_OF_A_MODEL if self._reader is not None else 1.0
+        self.is_resting = self._costs is not None and not may_pay(batch_size, self._costs, self._max_drafts, most)
 
     def num_drafts(self, request: EngineRequest, in_hand: Draft, batch_size: int, most: int) -> int:
         """How many guesses to ask it for beside those in hand; 0 where that does not pay."""

@@ -86,9 +86,13 @@ class DraftingSpeculator:
             AUTO, tuple(self._drafters[name] for name in default_way)
         )
         self.tap_layers = tuple(sorted({layer for each in self._drafters.values() for layer in each.tap_layers}))
+        # A drafter that reads all of them is given the array as it is: no copy.
         self._columns_of = {
-            name: [self.tap_layers.index(layer) for layer in drafter.tap_layers]
+            name: slice(None)
+            if drafter.tap_layers == self.tap_layers
+            else [self.tap_layers.index(layer) for layer in drafter.tap_layers]
             for name, drafter in self._drafters.items()
+            if drafter.tap_layers
         }
         self._verifies_trees = verifies_trees
         self._max_drafts = max_drafts
@@ -111,6 +115,10 @@ class DraftingSpeculator:
     def propose(self, wishes: Sequence[DraftWish], batch_size: int) -> list[Draft]:
         for drafter in self._drafters.values():
             drafter.see_batch(batch_size)
+        if all(drafter.is_resting for drafter in self._drafters.values()):
+            for wish in wishes:
+                self.no_draft(_reason_at_rest(wish))
+            return [NO_DRAFT] * len(wishes)
         guessings = [self._guessing(wish) for wish in wishes]
         for drafter in self._drafters.values():
             if not drafter.is_resting:
@@ -147,8 +155,8 @@ class DraftingSpeculator:
         self, request: EngineRequest, position: int, token_ids: Sequence[int], taps: npt.NDArray[np.float32]
     ) -> None:
         for drafter in self._way_of(request.sampling):
-            if columns := self._columns_of[drafter.name]:
-                drafter.sampled(request, position, token_ids, taps[:, columns])
+            if not drafter.is_resting and drafter.name in self._columns_of:
+                drafter.sampled(request, position, token_ids, taps[:, self._columns_of[drafter.name]])
 
     def no_draft(self, reason: NoDraftReason) -> None:
         self._num_without[reason] += 1
@@ -205,6 +213,10 @@ def _ask(drafter: GatedDrafter, guessings: Sequence[_Guessing], batch_size: int)
     if wanted:
         for guessing, draft in zip(asked, drafter.propose(wanted), strict=True):
             guessing.add(drafter, draft)
+
+
+def _reason_at_rest(wish: DraftWish) -> NoDraftReason:
+    return NoDraftReason.OFF if wish.request.sampling.speculation == OFF else NoDraftReason.DOES_NOT_PAY
 
 
 def _reason(guessing: _Guessing) -> NoDraftReason:

@@ -11,7 +11,7 @@ import pytest
 from cluster.identity import RequestId
 from cluster.sampling_params import SamplingParams
 from decode_worker.speculation.draft import Drafter
-from decode_worker.speculation.gate import StepCosts
+from decode_worker.speculation.gate import StepCosts, may_pay
 from decode_worker.speculation.speculator import DraftingSpeculator
 from engine.draft import ROOT, Draft
 from engine.drafting import DraftWish
@@ -191,3 +191,24 @@ def test_where_no_trees_are_verified_the_surest_branch_is() -> None:
     (draft,) = speculator.propose([wish()], 1)
     assert draft.is_chain
     assert draft.token_ids == (20, 21)
+
+
+@pytest.mark.parametrize(("batch_size", "num_kept"), [(8, 1), (9, 0)])
+def test_where_only_perfect_guesses_would_pay_no_row_of_a_trained_drafter_is_kept(
+    batch_size: int, num_kept: int
+) -> None:
+    """A copy may be right in every token, a small model's guesses are not."""
+    look_up, trained = LookUp(), Trained(0.9, 0.8)
+    speculator = cascade(look_up, trained)
+    wishes = [wish(f"r{index}") for index in range(batch_size)]
+    assert may_pay(batch_size, COSTS, 8)
+    speculator.propose(wishes, batch_size)
+    speculator.sampled(wishes[0].request, 3, (5,), np.zeros((1, 2, 4), np.float32))
+    assert len(trained.rows) == num_kept
+
+
+def test_where_all_rest_each_decode_is_counted_by_its_own_reason() -> None:
+    speculator = cascade(LookUp(), Trained(0.9, 0.8))
+    assert speculator.propose([wish("a"), wish("b", "off")], 64) == [Draft()] * 2
+    counters = speculator.counters()
+    assert (counters["speculation_no_draft_does_not_pay"], counters["speculation_no_draft_off"]) == (1, 1)
