@@ -46,10 +46,10 @@ def server_url() -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     yield url[0]
     stop[0]()
-    thread.join(10)
+    thread.join(60)
 
 
 def _load(*arguments: str) -> Any:

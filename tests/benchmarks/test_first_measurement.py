@@ -102,10 +102,10 @@ def served_models() -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     yield url[0]
     stop[0]()
-    thread.join(10)
+    thread.join(60)
 
 
 def test_main_writes_json_table_and_plot(served_models: str, tmp_path: Path, capsys: Any) -> None:

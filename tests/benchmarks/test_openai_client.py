@@ -91,7 +91,7 @@ async def test_no_server_and_no_end_are_failures_with_names() -> None:
 
     async with (
         ScriptedServer(lambda number, body, now_s: Answer(((now_s + 60.0, chunk("late", 1)),))) as server,
-        OpenAiClient(_endpoint(server), timeout_s=0.05) as client,
+        OpenAiClient(_endpoint(server), timeout_s=1.0) as client,
     ):
         endless = StreamCapture()
         await client.send(PLANNED, endless)

@@ -39,7 +39,7 @@ def _contender(server: PeerServer, out: Path, order: list[str]) -> Contender:
     @contextmanager
     def start() -> Iterator[str]:
         order.append(server.name)
-        with started_peer(server, out / f"{server.name}.log", ready_timeout_s=30.0) as url:
+        with started_peer(server, out / f"{server.name}.log", ready_timeout_s=60.0) as url:
             yield url
 
     return Contender(server.name, server.dialect, start)

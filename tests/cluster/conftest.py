@@ -16,7 +16,7 @@ from cluster.embedded_redis import EmbeddedRedis, prepare_embedded_redis
 from cluster.guarded_exec import guarded_command
 from cluster.redis_client import RedisClient, RedisUnavailable
 
-READY_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 60.0
 
 
 class RedisServer:
@@ -39,6 +39,12 @@ class RedisServer:
         async with asyncio.timeout(READY_TIMEOUT_S):
             while not await _answers(client):  # noqa: ASYNC110  another process has no event to set
                 await asyncio.sleep(0.005)
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise RuntimeError("the server is not running")
+        return self._process.pid
 
     async def kill(self) -> None:
         if self._process is not None:

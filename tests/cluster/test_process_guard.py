@@ -9,12 +9,15 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
 from cluster.guarded_exec import guarded_command
 from cluster.process_guard import StopSignals
 
+pytestmark = pytest.mark.cluster
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def run_python(program: str) -> subprocess.CompletedProcess[str]:

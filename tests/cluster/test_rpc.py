@@ -30,7 +30,7 @@ from cluster.rpc_security import RpcSecurity, TlsFiles, new_secret, write_secret
 from cluster.worker_settings import WorkerSettings
 
 SECURITY = RpcSecurity(new_secret())
-CALL_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 60.0
 
 
 class Admin(worker_pb2_grpc.WorkerAdminServicer):

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 async def until(is_reached: Callable[[], bool], what: str = "") -> None:

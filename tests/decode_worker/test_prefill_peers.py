@@ -23,9 +23,9 @@ from tests.decode_worker.polling import until
 
 PREFILL = WorkerId("prefill-0")
 TIMING = PeerTiming(
-    handshake_timeout_s=1.0, ping_interval_s=0.02, min_backoff_s=0.01, max_backoff_s=0.05, refused_retry_s=60.0
+    handshake_timeout_s=10.0, ping_interval_s=0.1, min_backoff_s=0.01, max_backoff_s=0.05, refused_retry_s=60.0
 )
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class ScriptedPrefill(handoff_pb2_grpc.PrefillWorkerServicer):

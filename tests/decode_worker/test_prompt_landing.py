@@ -38,7 +38,7 @@ from tests.kv_transfer.oracle import LAYOUT, assert_holds, expected_cell
 NUM_BLOCKS = 16
 NUM_TOKENS = 70  # four full blocks and a part of one
 NUM_PROMPT_BLOCKS = 5
-WAIT_S = 5.0
+WAIT_S = 60.0
 PROMPT = 3
 PREFILL = WorkerId("prefill-0")
 

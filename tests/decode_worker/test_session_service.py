@@ -134,10 +134,10 @@ async def test_older_fence_is_a_zombie(router: RouterClient, node: SessionNode) 
 async def test_f39_deadline_ends_the_request(router: RouterClient, node: SessionNode) -> None:
     node.engine.permit(-(10**9))
     started = time.monotonic()
-    await router.submit("r", [1], 3, deadline_ms=100)
+    await router.submit("r", [1], 3, deadline_ms=1000)
     failed = (await router.read()).failed
     assert failed.failure.code == "deadline_exceeded"
-    assert 0.1 <= time.monotonic() - started < 1.0
+    assert 0.9 <= time.monotonic() - started < 20.0
     await until(lambda: "r/1" in node.engine.cancelled, "the engine stopped it")
 
 

@@ -58,8 +58,8 @@ def stand_in(runtime_dir: Path) -> Callable[..., ProcessSpec]:
         mode: str = "serves",
         stage: Stage = Stage.WORKER,
         needed_as: str = "",
-        start_timeout_s: float = 10.0,
-        stop_timeout_s: float = 5.0,
+        start_timeout_s: float = 60.0,
+        stop_timeout_s: float = 30.0,
     ) -> ProcessSpec:
         marker = runtime_dir / name
 

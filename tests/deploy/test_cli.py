@@ -14,7 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 60
 # Three times what it takes: importing torch or gRPC for a help text would show.
-HELP_BUDGET_S = 1.0
+HELP_BUDGET_S = 3.0
 
 
 def tandem(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from deploy.process_log import ProcessLog
 from deploy.process_spec import ProcessSpec, Stage
 
 MAX_BYTES = 1000
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture

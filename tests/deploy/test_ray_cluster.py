@@ -139,7 +139,7 @@ def test_nodes_with_addresses_of_their_own_serve_under_tls_and_a_dead_controller
         processes = _of_the_cluster(ray_cluster.folder / "run")
         _kill_for_good(ray_cluster, "nodes")
         ray_cluster.tandem("down", "--name", "nodes", "--address", ray_cluster.address)
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_S)
     assert [process.cmdline() for process in alive] == [], "nor without a controller"
     assert [path.name for path in (ray_cluster.folder / "run").iterdir()] == [".lock"]
 
@@ -169,7 +169,7 @@ def test_f01_f03_rt47_up_survives_a_killed_raylet_scales_down_and_leaves_nothing
         processes = _of_the_cluster(ray_cluster.folder / "run")
         assert processes
         ray_cluster.tandem("down", "--address", ray_cluster.address)
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=TIMEOUT_S)
     assert [process.cmdline() for process in alive] == []
     assert [path.name for path in (ray_cluster.folder / "run").iterdir()] == [".lock"]
     assert _our_shared_memory() == shared_memory

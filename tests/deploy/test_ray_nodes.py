@@ -11,7 +11,7 @@ import pytest
 from deploy.ray_nodes import Bundles, NodeRequests
 
 GPU, CPU = {"GPU": 1.0}, {"CPU": 2.0}
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class RecordingRay:

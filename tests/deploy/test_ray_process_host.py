@@ -17,7 +17,9 @@ from deploy.node_addresses import ADDRESS, HOST, MODEL, RUNTIME_DIR
 from deploy.ray_process_host import HostState, ProcessHost
 from deploy.runtime_dir import RuntimeDirectory
 
-TIMEOUT_S = 20.0
+pytestmark = pytest.mark.cluster
+
+TIMEOUT_S = 60.0
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
 PROGRAM = (
     "import os, sys; print(sorted(n for n in os.environ if n.startswith('RAY_')), os.environ['MINE']); sys.exit(3)"

@@ -12,7 +12,7 @@ import pytest
 from cluster.errors import StartupError
 from deploy.runtime_dir import RuntimeDirectory
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 HOLDER = (
     "import pathlib, sys, time\n"
     "from deploy.runtime_dir import RuntimeDirectory\n"

@@ -21,9 +21,11 @@ from deploy.restart_policy import RestartLimits
 from deploy.supervised_process import ProcessState, SupervisedProcess
 from deploy.supervisor import Supervisor
 
+pytestmark = pytest.mark.cluster
+
 MakeSpec = Callable[..., ProcessSpec]
 QUICK = RestartLimits(first_delay_s=0.01, max_delay_s=0.05, max_crashes=3)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class History:

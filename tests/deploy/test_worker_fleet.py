@@ -17,8 +17,10 @@ from deploy.process_spec import ProcessSpec
 from deploy.supervisor import Supervisor
 from deploy.worker_fleet import WorkerFleet
 
+pytestmark = pytest.mark.cluster
+
 MakeSpec = Callable[..., ProcessSpec]
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 @asynccontextmanager

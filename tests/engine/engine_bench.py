@@ -23,7 +23,7 @@ from engine.swap_space import SwapSpace
 from engine.waiting_queue import SchedulingPolicy
 from tests.engine.hash_runner import CONFIG, HashRunner
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Collector:

@@ -85,7 +85,7 @@ class HashRunner:
 
     def forward(self, step: StepInput, layer_done: LayerCallback | None) -> StepOutput:
         if self.gate is not None:
-            assert self.gate.acquire(timeout=30)
+            assert self.gate.acquire(timeout=60)
         if self.failures:
             raise self.failures.pop(0)
         if self.fail_on_token is not None and self.fail_on_token in step.token_ids:

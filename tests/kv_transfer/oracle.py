@@ -18,7 +18,7 @@ from kv_transfer.transport import Sender
 
 LAYOUT = KvLayout(num_layers=6, num_kv_heads=2, head_dim=8, dtype="float32", element_bytes=4, block_tokens=16)
 COSTS = LinkCosts(bytes_per_s=1e9, operation_s=1e-5)
-WAIT_S = 20.0
+WAIT_S = 60.0
 POLL_S = 0.0001
 
 

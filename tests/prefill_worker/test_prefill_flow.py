@@ -31,7 +31,7 @@ from tests.kv_transfer.oracle import LAYOUT
 
 NUM_BLOCKS = 16
 NUM_TOKENS = 40
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class ListSender:

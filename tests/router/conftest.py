@@ -60,7 +60,7 @@ class RunningRouter:
             for state, _ in self.core.registry.workers
         )
 
-    async def until(self, is_reached: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def until(self, is_reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
         """Polls with a deadline: for states that nobody announces."""
         async with asyncio.timeout(timeout_s):
             while not is_reached():  # noqa: ASYNC110
@@ -127,7 +127,7 @@ async def router(start_router: StartRouter) -> RunningRouter:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def http(router: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=60) as client:
         yield client
 
 

@@ -118,7 +118,7 @@ class ScriptedWorker:
     def load(self) -> worker_pb2.LoadReport:
         return worker_pb2.LoadReport(total_blocks=TOTAL_BLOCKS, free_blocks=TOTAL_BLOCKS)
 
-    async def wait_for(self, is_reached: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def wait_for(self, is_reached: Callable[[], bool], timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not is_reached():
                 self.changed.clear()

@@ -58,7 +58,7 @@ async def full(start_router: StartRouter) -> AsyncIterator[tuple[RunningRouter, 
 def ask(http: httpx.AsyncClient, prompt: str = "abc", **fields: Any) -> asyncio.Task[httpx.Response]:
     headers = fields.pop("headers", {})
     body = {**BODY, "prompt": prompt, **fields}
-    return asyncio.create_task(http.post("/v1/completions", json=body, headers=headers, timeout=20))
+    return asyncio.create_task(http.post("/v1/completions", json=body, headers=headers, timeout=60))
 
 
 async def until_waiting(router: RunningRouter, count: int) -> None:

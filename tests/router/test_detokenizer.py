@@ -66,10 +66,10 @@ def test_cost_of_a_token_does_not_grow_with_the_text() -> None:
     def best_of(rounds: int) -> float:
         times = []
         for _ in range(rounds):
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(2_000):
                 detokenizer.push((97,))
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         return min(times)
 
     early = best_of(5)

@@ -29,7 +29,7 @@ async def stub(router: RunningRouter) -> AsyncIterator[inference_pb2_grpc.Infere
 
 async def _choices(stub: Any, **fields: Any) -> list[inference_pb2.GenerateChoice]:
     request = inference_pb2.GenerateRequest(**{"chat": HI, "max_tokens": 4, "tools": [TOOL], **fields})
-    return [choice async for response in stub.Generate(request, timeout=20) for choice in response.choices]
+    return [choice async for response in stub.Generate(request, timeout=60) for choice in response.choices]
 
 
 async def test_calls_are_streamed_with_id_name_and_arguments(router: RunningRouter, stub: Any) -> None:

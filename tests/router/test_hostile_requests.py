@@ -25,7 +25,8 @@ from tests.router.byte_tokenizer import MAX_MODEL_LEN
 from tests.router.conftest import MODEL, RunningRouter
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 2, "temperature": 0}
-MAX_LOOP_LAG_S = 0.5  # on a machine that others use as well
+# A template that ran would take minutes.
+HELD_UP_S = 20.0
 
 
 def circuits(router: RunningRouter) -> set[str]:
@@ -58,7 +59,7 @@ async def test_s_b18_s_b19_a_request_brings_no_template_and_holds_nobody_up(
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == next(iter(field))
     assert served.status_code == 200
-    assert time.monotonic() - started < MAX_LOOP_LAG_S * 4
+    assert time.monotonic() - started < HELD_UP_S
 
 
 @pytest.mark.parametrize("num_tokens", [1, MAX_MODEL_LEN - 2, MAX_MODEL_LEN - 1, MAX_MODEL_LEN, MAX_MODEL_LEN + 1])
@@ -111,7 +112,7 @@ async def test_s_b58_whatever_a_worker_fails_with_the_client_hears_of_it(
 ) -> None:
     worker = router.workers[-1]
     worker.refuse = lambda _: to_failure(failure)
-    async with httpx.AsyncClient(base_url=router.url, timeout=20, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60, trust_env=False) as http:
         answer = await http.post("/v1/completions", json=BODY, headers={"X-Request-Timeout-Ms": "3000"})
     # A worker that is not there may come back until the deadline.
     assert answer.status_code in ({status, 504} if isinstance(failure, WorkerUnavailable) else {status}), answer.text

@@ -11,7 +11,7 @@ from router import http_server
 from router.asgi_types import Receive, Scope, Send
 from router.http_server import HttpServer
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 NUM_IDLE = 50
 
 

@@ -99,4 +99,4 @@ def test_f35_random_bytes_never_raise_anything_else() -> None:
 def test_f34_giant_bodies_are_read_without_blocking_for_long(body: bytes) -> None:
     started = time.process_time()
     parse_json_object(body)
-    assert time.process_time() - started < 1.5  # far above: this machine is shared
+    assert time.process_time() - started < 5  # far above: machines differ

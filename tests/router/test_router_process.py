@@ -14,6 +14,8 @@ import pytest
 from cluster.free_port import free_port
 from cluster.rpc_security import write_secret
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -106,7 +108,7 @@ def test_f08_without_workers_and_redis_it_lives_is_not_ready_and_ends_on_sigterm
         assert _get(port, "/readyz").startswith("HTTP/1.1 503")
         assert "\ntandem_redis_up 0.0\n" in _get(port, "/metrics")
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -115,7 +117,7 @@ def test_f08_without_workers_and_redis_it_lives_is_not_ready_and_ends_on_sigterm
 
 
 def _get(port: int, path: str) -> str:
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         data = b""
         while part := connection.recv(4096):

@@ -18,7 +18,7 @@ from tests.router.conftest import RunningRouter, StartRouter
 
 ALLOWED_5XX = (503, 504)
 NUM_EXAMPLES = 12  # of each operation and mode
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),

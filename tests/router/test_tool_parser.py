@@ -109,4 +109,4 @@ def test_s_b23_hostile_text_takes_linear_time(text: str) -> None:
     content, calls = read(HERMES, [text[index : index + 50] for index in range(0, len(text), 50)])
     assert calls == []
     assert content == text
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 20

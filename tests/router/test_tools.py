@@ -233,7 +233,7 @@ def is_followed(grammar: str, text: str) -> bool:
     try:
         future = compiler.compile(SamplingParams(max_tokens=1, grammar=grammar))
         assert future is not None
-        matcher = future.result(20)._start.deep_copy()
+        matcher = future.result(60)._start.deep_copy()
         return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and matcher.is_accepting()
     finally:
         compiler.close()

@@ -47,7 +47,7 @@ def _session(worker: ScriptedWorker) -> tuple[WorkerSession, WorkerState, asynci
 
 async def _connected(session: WorkerSession, changed: asyncio.Event) -> None:
     session.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not session.worker.is_connected:
             changed.clear()
             await changed.wait()
@@ -63,7 +63,7 @@ async def test_a_session_ends_when_told_to_even_while_its_stream_breaks(scripted
         await scripted.start()
         session, _, changed = _session(scripted)
         await _connected(session, changed)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await asyncio.gather(scripted.stop(), session.stop())
 
 
@@ -77,14 +77,14 @@ async def test_a_broken_stream_fails_what_was_live_and_connects_again(scripted: 
     session.submit(sequence, worker_pb2.SubmitRequest(request_id="a-0", token_ids=[1]))
     await scripted.wait_for(lambda: bool(scripted.submits))
     await scripted.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await sequence.changed.wait()
     assert isinstance(sequence.failures[0], WorkerUnavailable)
     assert not state.is_connected
     with pytest.raises(WorkerUnavailable):
         session.submit(sequence, worker_pb2.SubmitRequest(request_id="a-0"))
     await scripted.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not state.is_connected:
             changed.clear()
             await changed.wait()
@@ -140,7 +140,7 @@ async def test_f06_a_worker_that_owes_tokens_and_does_not_answer_is_given_up_and
 ) -> None:
     """A parted network resets nothing: without asking, its requests would wait for their deadline."""
     monkeypatch.setattr(worker_session, "SILENCE_S", 0.1)
-    monkeypatch.setattr(worker_session, "PROBE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(worker_session, "PROBE_TIMEOUT_S", 1.5)
     gate = asyncio.Event()
     scripted.pace = lambda *_: gate.wait()
     await scripted.start()
@@ -152,7 +152,7 @@ async def test_f06_a_worker_that_owes_tokens_and_does_not_answer_is_given_up_and
     assert state.is_connected
     assert not sequence.failures
     scripted.answers_status.clear()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await sequence.changed.wait()
     assert [failure.error_code for failure in sequence.failures] == ["worker_lost"]
     assert "does not answer" in sequence.failures[0].message

@@ -12,7 +12,7 @@ import pytest
 from engine.step import StepInput
 from engine.tensor_parallel.step_message import receive_step, send_step
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 def a_step(num_tokens: int, width: int, *, hidden: int = 0, has_masks: bool = False) -> StepInput:
