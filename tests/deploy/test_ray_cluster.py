@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,14 +211,10 @@ def _cluster_file(model: Path, policy: Path) -> str:
 
 
 def _a_dead_controller_cuts_no_stream(cluster: RayCluster, grpc_address: str) -> None:
-    with ThreadPoolExecutor(6) as pool:
-        answers = [pool.submit(_check_stream, grpc_address, number, 200) for number in range(6)]
-        _until(lambda: sum(answer.running() for answer in answers) == 6, "all are sent")
-        time.sleep(1.0)  # in the middle of an answer of some 3 s
-        _controller_process(cluster).kill()
+    controller = _controller_process(cluster)  # to find it takes a while
+    with _streams(grpc_address, 6) as answers:
+        controller.kill()
         assert not any(answer.done() for answer in answers)
-        for answer in answers:
-            answer.result(TIMEOUT_S)
 
 
 def _the_next_controller_took_over_and_heals(cluster: RayCluster, url: str) -> None:
@@ -236,13 +233,8 @@ def _the_next_controller_took_over_and_heals(cluster: RayCluster, url: str) -> N
 def _a_killed_raylet_loses_no_stream(cluster: RayCluster, grpc_address: str, hosted: list[list[str]]) -> None:
     """Streams of some seconds run on both nodes when one is killed."""
     victim = next(index for index, names in enumerate(hosted) if "decode-0" in names or "prefill-0" in names)
-    with ThreadPoolExecutor(8) as pool:
-        answers = [pool.submit(_check_stream, grpc_address, number, 200) for number in range(8)]
-        _until(lambda: sum(answer.running() for answer in answers) == 8, "all are sent")
-        time.sleep(1.0)  # in the middle of an answer of some 3 s
+    with _streams(grpc_address, 8):
         psutil.Process(cluster.raylets[victim]).kill()
-        for answer in answers:
-            answer.result(TIMEOUT_S)
 
 
 def _two_of_each_again(cluster: RayCluster, url: str) -> None:
@@ -371,9 +363,23 @@ def _answers(grpc_address: str) -> bool:
     return True
 
 
-def _check_stream(grpc_address: str, number: int, num_tokens: int) -> inference_pb2.GenerateResponse:
+@contextmanager
+def _streams(grpc_address: str, count: int) -> Iterator[list[Future[inference_pb2.GenerateResponse]]]:
+    """Answers of some 3 s, all of which have begun inside the block; afterwards each has come whole."""
+    with ThreadPoolExecutor(count) as pool:
+        begun = [threading.Event() for _ in range(count)]
+        answers = [pool.submit(_check_stream, grpc_address, number, 200, begun[number]) for number in range(count)]
+        _until(lambda: all(event.is_set() for event in begun), "all have begun")
+        yield answers
+        for answer in answers:
+            answer.result(TIMEOUT_S)
+
+
+def _check_stream(
+    grpc_address: str, number: int, num_tokens: int, has_begun: threading.Event | None = None
+) -> inference_pb2.GenerateResponse:
     prompt = [(31 * number + 7 * index) % VOCAB_SIZE for index in range(40)]
-    tokens, last = generate_tokens(grpc_address, prompt, num_tokens)
+    tokens, last = generate_tokens(grpc_address, prompt, num_tokens, has_begun=has_begun)
     assert tokens == expected_tokens(prompt, num_tokens)
     return last
 

@@ -104,10 +104,22 @@ def children(cluster: RunningCluster) -> dict[str, psutil.Process]:
     """The cluster's processes by a word of their command line."""
     found: dict[str, psutil.Process] = {}
     for child in psutil.Process(cluster.process.pid).children(recursive=True):
-        line = " ".join(child.cmdline())
+        try:
+            line = " ".join(child.cmdline())
+        except psutil.NoSuchProcess:  # it has ended since it was listed
+            continue
         names = ("valkey-server", "prefill_worker", "decode_worker", "router")
         found[next((name for name in names if name in line.split("runtime")[0]), line)] = child
     return found
+
+
+def pids(cluster: RunningCluster) -> dict[str, int]:
+    return {name: process.pid for name, process in children(cluster).items()}
+
+
+def are_both_ready(status: dict[str, Any]) -> bool:
+    ready = [worker["role"] for worker in status["workers"] if worker["state"] == "ready"]
+    return sorted(ready) == ["decode", "prefill"]
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
@@ -157,12 +169,17 @@ def test_f31_killed_supervisor_leaves_no_orphan_and_the_next_start_cleans_up_and
 def test_generate_start_streams_an_answer_with_its_timeline_and_stops(
     clusters: Clusters, default_model_path: Path
 ) -> None:
+    # A policy that prefills in the pool whenever it can be reached: where a prompt is cheaper is not the question here.
+    config = clusters.runtime_base / "cluster.yaml"
+    config.write_text("prefill: {workers: 1}\ndecode: {workers: 1}\nrouter: {policy: least_loaded}\n")
     command = tandem_command(
-        "generate", "--start", "--model", str(default_model_path), "--timeline", "--max-tokens", "16", "Say hello."
-    )
+        "generate", "--start", "--config", str(config), "--model", str(default_model_path),
+        "--timeline", "--max-tokens", "16", "Say hello.",
+    )  # fmt: skip
     ended = subprocess.run(
-        command, env=clusters.environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+        command, env=clusters.environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
     )
+    config.unlink()
     assert ended.returncode == 0, ended.stderr
     for part in ("prefill-0", "decode-0", "transfer, exposed", "prefill queue", "first token", "per token"):
         assert part in ended.stdout
@@ -214,7 +231,7 @@ def test_status_and_generate_ask_the_running_cluster(shared: RunningCluster) -> 
     shown, as_json, answer = (
         subprocess.run(
             tandem_command(*arguments, "--url", shared.url),
-            env=tandem_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True,
+            env=tandem_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True,
         ).stdout
         for arguments in (("status",), ("status", "--json"), ("generate", "Say hello.", "--max-tokens", "8"))
     )  # fmt: skip
@@ -233,28 +250,29 @@ def test_f13_hung_redis_is_not_on_a_requests_way(shared: RunningCluster) -> None
     finally:
         redis.resume()
     assert {status for status, _ in answers} == {200}
-    # A command to Redis on the way would cost its 0.5 s timeout; the rest is this machine's noise.
-    assert statistics.median(seconds for _, seconds in answers) < statistics.median(usual_s) + 0.2
+    # A command to Redis on the way would cost each of them its 0.5 s timeout; the rest is this machine's noise.
+    assert statistics.quantiles((seconds for _, seconds in answers), n=4)[0] < statistics.median(usual_s) + 0.4
 
 
 def test_f10_redis_killed_and_restarted_empty_fails_no_request(shared: RunningCluster) -> None:
-    before = {name: process.pid for name, process in children(shared).items()}
+    before = pids(shared)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(lambda: [ask(shared.url)[0] for _ in range(12)])
         os.kill(before["valkey-server"], signal.SIGKILL)
         assert set(asked.result(TIMEOUT_S)) == {200}
-    until(lambda: children(shared).get("valkey-server") is not None)
-    after = {name: process.pid for name, process in children(shared).items()}
-    assert after.pop("valkey-server") != before.pop("valkey-server")
+    killed = before.pop("valkey-server")
+    until(lambda: pids(shared).get("valkey-server", killed) != killed)
+    after = pids(shared)
+    after.pop("valkey-server")
     assert after == before, "no other process ended"
-    shared.wait_for(lambda status: status["pools"] == {"decode": 1, "prefill": 1}, 5, "both workers are known")
+    shared.wait_for(are_both_ready, TIMEOUT_S, "both workers are known")
     assert ask(shared.url)[0] == 200
 
 
 def test_f15_killed_router_is_back_and_serves(shared: RunningCluster) -> None:
     children(shared)["router"].kill()
     until(lambda: is_answering(shared))
-    shared.wait_for(lambda status: status["pools"] == {"decode": 1, "prefill": 1}, 5, "both workers are known")
+    shared.wait_for(are_both_ready, TIMEOUT_S, "both workers are known")
 
 
 def test_worker_that_is_killed_comes_back_as_a_new_peer(shared: RunningCluster) -> None:

@@ -42,6 +42,14 @@ class RunningCluster:
             status: dict[str, Any] = json.load(answer)
         return status
 
+    def status_of_ready(self) -> dict[str, Any]:
+        """Once every worker is ready and answers: one that has no time just now is listed without what it counts."""
+        return self.wait_for(
+            lambda status: all(worker["state"] == "ready" for worker in status["workers"]),
+            REACHED_TIMEOUT_S,
+            "every worker is ready and answers",
+        )
+
     def wait_for(self, is_reached: Callable[[dict[str, Any]], bool], timeout_s: float, what: str) -> dict[str, Any]:
         """Polls the status until it is as wanted; fails the test with the last status otherwise.
 
@@ -79,6 +87,7 @@ def _starter(model: Path, stack: ExitStack) -> Callable[..., RunningCluster]:
     def start(*flags: str) -> RunningCluster:
         cluster = _start(str(model), *flags)
         stack.callback(stop_cluster, cluster)
+        cluster.status_of_ready()
         return cluster
 
     return start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from tandem.v1 import inference_pb2
 from tests.exactness.make_greedy_reference import REFERENCE_FILE, greedy_tokens, load_reference_model
 from tests.integration.conftest import RunningCluster
 from tests.integration.grpc_client import generate_tokens
+from tests.integration.worker_processes import Router, fleet_in
 
 pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -28,6 +30,7 @@ TOPOLOGIES = {
 NUM_AT_A_TIME = 4
 NUM_CONCURRENT = 16
 LIVE_ROWS = (0, 5, 16)
+EAGER_WORKER = "tests.integration.eager_worker"
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +76,25 @@ def test_concurrent_requests_are_batched_and_have_the_tokens_they_have_alone(
     with ThreadPoolExecutor(NUM_CONCURRENT) as pool:
         answers = list(pool.map(lambda row: generate_tokens(cluster.grpc_address, row["prompt"], 64)[0], rows))
     assert answers == [row["tokens"] for row in rows]
-    decode = [worker for worker in cluster.status()["workers"] if worker["role"] == "decode"]
+    decode = [worker for worker in cluster.status_of_ready()["workers"] if worker["role"] == "decode"]
     assert max(worker["counters"]["max_batch_size"] for worker in decode) >= NUM_CONCURRENT // 4
 
 
-def test_s33_only_the_decode_worker_speculates_with_a_trained_drafter_and_no_token_changes(
-    reference: list[dict[str, Any]], start_own_cluster: Callable[..., RunningCluster]
+async def test_s33_only_the_decode_worker_speculates_with_a_trained_drafter_and_no_token_changes(
+    reference: list[dict[str, Any]], tmp_path: Path, default_model_path: Path
 ) -> None:
     """The prefill worker knows nothing of it; the drafter learns each request from the rows that decoding gives."""
-    cluster = start_own_cluster(*TOPOLOGIES["shm"], "--dtype", "float32", "--speculation", "eagle")
     rows = reference[:6]
-    with ThreadPoolExecutor(2) as pool:
-        answers = list(pool.map(lambda row: generate_tokens(cluster.grpc_address, row["prompt"], 64)[0], rows))
-    assert answers == [row["tokens"] for row in rows]
-    (decode,) = [worker for worker in cluster.status()["workers"] if worker["role"] == "decode"]
-    assert decode["counters"]["speculation_drafts_accepted"] > 0
+    async with fleet_in(tmp_path, default_model_path, EAGER_WORKER) as fleet:
+        prefill, decode = await asyncio.gather(
+            fleet.start("prefill", "prefill-0"), fleet.start("decode", "decode-0", speculation="eagle")
+        )
+        async with Router(decode) as router:
+            answers = await asyncio.gather(
+                *(router.generate(f"r{number}", row["prompt"], 64, [prefill]) for number, row in enumerate(rows))
+            )
+        counters = (await decode.status()).counters
+        assert [answer.token_ids for answer in answers] == [row["tokens"] for row in rows]
+        assert {answer.last.timeline.prefill_worker_id for answer in answers} == {"prefill-0"}
+        assert counters["speculation_drafts_accepted"] > 0
+        assert not any(name.startswith("speculation") for name in (await prefill.status()).counters)

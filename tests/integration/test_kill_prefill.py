@@ -34,12 +34,10 @@ def test_sigkill_of_prefill_in_mid_transfer_ends_in_the_right_answer(
         "--dtype", "float32", "--policy", "least_loaded", "--link-bytes-per-s", str(SLOW_LINK_BYTES_PER_S)
     )
     row = _reference_row(LONG_PROMPT_TOKENS)
-    prefill = _worker(cluster.status(), "prefill")
+    prefill = _worker(cluster.status_of_ready(), "prefill")
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(generate_tokens, cluster.grpc_address, row["prompt"], 64)
-        cluster.wait_for(
-            lambda status: _worker(status, "decode")["counters"].get("kv_bytes_received", 0) > 0, 60, "KV moves"
-        )
+        cluster.wait_for(_kv_moves, 60, "KV moves")
         os.kill(int(prefill["details"]["pid"]), signal.SIGKILL)
         tokens, _ = answer.result(timeout=120)
     assert tokens == row["tokens"]

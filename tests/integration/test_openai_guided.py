@@ -107,11 +107,13 @@ def test_f41_json_goes_on_on_another_worker_as_if_nothing_had_been(
     options: Any = {"model": MODEL, "prompt": "A quote: ", "max_tokens": 200, "temperature": 0.0}
     options["extra_body"] = {"guided_json": NESTED}
     undisturbed = client.completions.create(**options).choices[0].text
-    text, is_killed = "", False
+    text, decoding_pid, is_killed = "", 0, False
     for chunk in client.completions.create(**options, stream=True):
         text += "".join(choice.text for choice in chunk.choices)
-        if inside in text and not is_killed:
-            is_killed = _kill_the_one_that_decodes(cluster)
+        decoding_pid = decoding_pid or _pid_of_the_one_that_decodes(cluster)
+        if inside in text and decoding_pid and not is_killed:
+            os.kill(decoding_pid, signal.SIGKILL)
+            is_killed = True
     assert is_killed
     assert text == undisturbed
     assert json.loads(text)["said"] == NESTED["properties"]["said"]["enum"][0]
@@ -122,13 +124,14 @@ def _two_decode_workers(status: dict[str, Any]) -> bool:
     return states == ["ready", "ready"]
 
 
-def _kill_the_one_that_decodes(cluster: RunningCluster) -> bool:
-    """Whether there was one: a report is as old as a step."""
-    for worker in cluster.status()["workers"]:
-        if worker["role"] == "decode" and worker["load"]["running_requests"]:
-            os.kill(int(worker["details"]["pid"]), signal.SIGKILL)
-            return True
-    return False
+def _pid_of_the_one_that_decodes(cluster: RunningCluster) -> int:
+    """0 while none says so: a report is as old as a step."""
+    running = (
+        worker
+        for worker in cluster.status()["workers"]
+        if worker["role"] == "decode" and worker["load"]["running_requests"] and "pid" in worker["details"]
+    )
+    return next((int(worker["details"]["pid"]) for worker in running), 0)
 
 
 async def test_async_client_with_regex_choice_and_stop(cluster: RunningCluster) -> None:

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.model, pytest.mark.cluster]
 TRACE_ID, CLIENT_SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 STAGES = {"encode", "stream", "reserve", "remote prefill", "transfer", "generate", "compute"}
 DEADLINE_S = 60.0
+SLACK_NS = 1_000_000_000  # a process may stand still between two looks at its clocks
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -81,5 +82,5 @@ def test_one_trace_spans_router_decode_and_prefill(
     assert prefill.parent_span_id == decode.span_id
     assert request.start_time_unix_nano <= decode.start_time_unix_nano <= prefill.start_time_unix_nano
     compute = spans["tandem-prefill", "compute"]
-    assert prefill.start_time_unix_nano <= compute.start_time_unix_nano + 50_000_000
-    assert compute.end_time_unix_nano <= prefill.end_time_unix_nano + 50_000_000
+    assert prefill.start_time_unix_nano <= compute.start_time_unix_nano + SLACK_NS
+    assert compute.end_time_unix_nano <= prefill.end_time_unix_nano + SLACK_NS

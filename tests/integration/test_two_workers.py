@@ -120,7 +120,7 @@ async def test_concurrent_requests_are_batched_with_the_tokens_they_have_alone(f
         )
     assert [answer.token_ids for answer in answers] == [row["tokens"][:32] for row in rows]
     status = await decode.status()
-    assert status.counters["max_batch_size"] >= 5
+    assert status.counters["max_batch_size"] >= 3
     assert status.counters["transfers_verified"] == len(rows)
 
 
