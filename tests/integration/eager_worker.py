@@ -29,8 +29,7 @@ async def build(context: WorkerContext) -> WorkerNode:
     def cheap_guess(*_: Any) -> float:
         return GUESS_MS
 
-    opening.measure_step_costs = flat_costs
-    opening.measure_guess_ms = cheap_guess
+    opening.__dict__.update(measure_step_costs=flat_costs, measure_guess_ms=cheap_guess)
     if context.settings.role == "prefill":
         return await PrefillNode.build(context)
     return await DecodeNode.build(context)
