@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Explain in two sentences why the sky is blue.
+NATIVE_SOURCES := $(wildcard engine/native/*.cpp engine/native/*.h engine/native/kernels/* kv_transfer/native/*.cpp)
 PROTO_FILES := $(wildcard proto/tandem/v1/*.proto)
 
 .PHONY: help run demo test lint format proto lock bench sweep model clean
@@ -18,8 +19,15 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.run-stamp: requirements/run.lock pyproject.toml setup.py | $(BIN)/python
+	@echo "installing into $(VENV), PyTorch's CPU build among it: a few minutes the first time"
 	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements/run.lock
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	@touch $@
+
+# The install built these too; sources that came since, with a `git pull`, make the libraries stale.
+$(VENV)/.native-stamp: $(NATIVE_SOURCES) $(VENV)/.run-stamp
+	$(BIN)/python -m engine.native.build && $(BIN)/python -m kv_transfer.native.build \
+	  || echo "a native library could not be built: what stands in for it is slower, and tandem serve says so"
 	@touch $@
 
 $(VENV)/.dev-stamp: requirements/dev.lock requirements/transports.lock $(VENV)/.run-stamp
@@ -29,7 +37,7 @@ $(VENV)/.dev-stamp: requirements/dev.lock requirements/transports.lock $(VENV)/.
 	  || echo "ucx and nixl could not be installed: tests of these transports are skipped, and say so"
 	@touch $@
 
-model: $(VENV)/.run-stamp  ## fetch the default model (93 MB, checked) into the local cache
+model: $(VENV)/.native-stamp  ## fetch the default model (93 MB, checked) into the local cache
 	$(BIN)/tandem model fetch
 
 run: model  ## start the default cluster, stream an answer, keep serving until Ctrl-C

@@ -65,11 +65,11 @@ def sweep(
 
     [dim]tandem bench sweep --out sweep-2 --url http://127.0.0.1:8000 --rates 1,2,4[/dim]
     """
-    from benchmarks.load_command import parse_lengths
-    from benchmarks.sweep_session import SweepOptions, run_sweep
-    from benchmarks.sweep_settings import QUICK, SweepSettings
-
     with _one_line_errors():
+        from benchmarks.load_command import parse_lengths
+        from benchmarks.sweep_session import SweepOptions, run_sweep
+        from benchmarks.sweep_settings import QUICK, SweepSettings
+
         inputs, outputs = parse_lengths(input_tokens), parse_lengths(output_tokens)
         settings = replace(
             SweepSettings(**(QUICK if quick else {})),
@@ -134,9 +134,9 @@ def load(
 
     [dim]tandem bench load --out run --trace conversation_trace.jsonl --time-factor 4 --length-factor 0.1[/dim]
     """
-    from benchmarks.load_command import LoadOptions, parse_lengths, run_load
-
     with _one_line_errors():
+        from benchmarks.load_command import LoadOptions, parse_lengths, run_load
+
         options = LoadOptions(
             out=out, url=url, rate_per_s=rate, concurrency=concurrency, trace=trace, sessions=sessions,
             classes=tuple(traffic_class),
@@ -160,9 +160,9 @@ def report(
 
     [dim]tandem bench report sweep-1 --export docs/sweep[/dim]  what is small enough to commit
     """
-    from benchmarks.report import export_report, write_report
-
     with _one_line_errors():
+        from benchmarks.report import export_report, write_report
+
         for path in [write_report(directory)] if export is None else export_report(directory, export):
             typer.echo(str(path))
 
@@ -177,9 +177,9 @@ def compare(
 
     [dim]tandem bench compare before after[/dim]
     """
-    from benchmarks.comparison import compare_directories, comparison_markdown
-
     with _one_line_errors():
+        from benchmarks.comparison import compare_directories, comparison_markdown
+
         result = compare_directories(first, second, tolerance)
     typer.echo(comparison_markdown(result))
     if result.is_worse:
@@ -207,9 +207,9 @@ def plan(
 
     [dim]tandem plan --model Llama-3-70B --device H200 --num-devices 4 --input-tokens 4000 --output-tokens 300[/dim]
     """
-    from benchmarks.plan_command import PlanOptions, make_plan
-
     with _one_line_errors():
+        from benchmarks.plan_command import PlanOptions, make_plan
+
         options = PlanOptions(
             directory, model, device, num_devices, quantisation, input_tokens, output_tokens, hit_rate, ttft_ms,
             tpot_ms, trace, max_workers, out,
@@ -278,12 +278,12 @@ def simulate(
     [dim]tandem simulate --model Llama-3.1-8B --out day --day --duration-s 86400 --rates 20 --policy policy.yaml
     --mtbf-s 36000 --event-loss 0.01[/dim]  a day with failures
     """
-    from benchmarks.load_command import parse_lengths
-    from benchmarks.simulator.simulate_command import SimulateOptions, run_simulations, sweep_defaults
-    from benchmarks.simulator.simulation_settings import Faults
-    from benchmarks.workload import LengthLaw
-
     with _one_line_errors():
+        from benchmarks.load_command import parse_lengths
+        from benchmarks.simulator.simulate_command import SimulateOptions, run_simulations, sweep_defaults
+        from benchmarks.simulator.simulation_settings import Faults
+        from benchmarks.workload import LengthLaw
+
         inputs, outputs, hits, ttft, tpot = LengthLaw(1024, 1024), LengthLaw(256, 256), 0.0, 1000.0, 50.0
         if sweep_directory is not None:
             inputs, outputs, hits, ttft, tpot = sweep_defaults(sweep_directory)
@@ -326,7 +326,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _refuse(message: str) -> None:
-    sys.stderr.write(f"tandem bench: {message}\n")
+    sys.stderr.write(f"tandem: {message}\n")
     raise typer.Exit(EXIT_CANNOT_RUN)
 
 

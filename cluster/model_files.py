@@ -16,6 +16,7 @@ from pathlib import Path
 from cluster.errors import StartupError
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _QUANTIZATION_SUFFIX = re.compile(r"[.-](I?Q\d\w*|F16|F32|BF16)$", re.IGNORECASE)
 
 
@@ -71,6 +72,11 @@ def resolve_model(name_or_path: str) -> Path:
     return path
 
 
+def is_hub_name(name_or_path: str) -> bool:
+    """Whether it may be `owner/name` on the Hugging Face hub: it is no path that is here."""
+    return _HUB_NAME.fullmatch(name_or_path) is not None and find_model(name_or_path) is None
+
+
 def check_model(path: Path) -> None:
     """Raises `StartupError` when the file cannot be loaded: unreadable, damaged, cut short, or no GGUF.
 
@@ -113,6 +119,8 @@ def _missing(name_or_path: str) -> str:
     if name_or_path in KNOWN_MODELS:
         return f"model {name_or_path} is not on this machine: run `tandem model fetch {name_or_path}`"
     names = ", ".join(KNOWN_MODELS)
+    if is_hub_name(name_or_path):
+        names += f", and {name_or_path} if it is on the Hugging Face hub (`tandem model fetch {name_or_path}`)"
     return (
         f"model {name_or_path!r} is neither a GGUF file, nor a directory with config.json, nor in "
         f"{models_directory()}; names that can be fetched: {names}"

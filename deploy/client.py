@@ -162,6 +162,8 @@ def _note_end(event: dict[str, Any], record: AnswerRecord) -> None:
 def _error_text(body: bytes, status: int) -> str:
     try:
         error = json.loads(body)["error"]
+        if status == httpx.codes.UNAUTHORIZED:
+            return "this cluster needs an API key, and none or a wrong one was given: --api-key (TANDEM_API_KEY)"
         return f"{error['message']} ({error.get('code') or status})"
     except (ValueError, KeyError, TypeError):
         return f"status {status}"

@@ -29,6 +29,7 @@ from cluster.model_files import (
     KNOWN_MODELS,
     KnownModel,
     find_model,
+    is_hub_name,
     is_intact,
     known_by_file_name,
     models_directory,
@@ -79,6 +80,16 @@ def fetch_model(name: str, display: FetchDisplay) -> Path:
         return path
     hint = "" if known else f"; by name there is {DEFAULT_MODEL}"
     raise StartupError(f"cannot fetch {name}: {'; '.join(failures)}{hint}")
+
+
+def fetch_from_hub_if_absent(name_or_path: str, display: FetchDisplay) -> None:
+    """For `owner/name` that is not on this machine: who names a model of the hub wants it from there.
+
+    Does nothing for any other name. Raises `StartupError`.
+    """
+    if is_hub_name(name_or_path):
+        display.say(f"{name_or_path} is not on this machine")
+        fetch_model(name_or_path, display)
 
 
 def _cached(name: str, display: FetchDisplay) -> Path | None:

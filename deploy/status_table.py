@@ -13,6 +13,7 @@ from rich.text import Text
 Status = Mapping[str, Any]
 
 _ORDER = ("prefill", "decode", "aggregated")
+_NO_FALLBACK = dict.fromkeys(("component", "used", "wanted", "reason"), "")
 DRAFTER_STEPS = re.compile(r"speculation_([a-z]+)_steps")
 
 
@@ -33,6 +34,15 @@ def status_tables(status: Status) -> Group:
         if table.row_count
     ]
     return Group(*parts)
+
+
+def fallback_lines(status: Status) -> list[str]:
+    """Second choices that were taken, a line for each with all the workers that took it."""
+    where_by_text: dict[str, list[str]] = {}
+    for where, fallback in _all_fallbacks(status, sorted(status.get("workers", ()), key=_place)):
+        text = "{component} {used} instead of {wanted}: {reason}".format_map({**_NO_FALLBACK, **fallback})
+        where_by_text.setdefault(text, []).append(where)
+    return [f"{', '.join(where)}: {text}" for text, where in where_by_text.items()]
 
 
 def _place(worker: Status) -> tuple[int, str, int, str]:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from cluster import telemetry
-from cluster.errors import ClientError, TandemError
+from cluster.errors import ClientError, ModelNotFound, TandemError, shown
 from cluster.identity import WorkerId
 from router.asgi_types import AsgiApp, Receive, Scope, Send
 from router.cluster_status import ClusterStatus
@@ -125,8 +125,9 @@ class _Probes:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["model_id"] != self._service.limits.model_name:
-            raise HTTPException(404, "no such model")
+        name, served = request.path_params["model_id"], self._service.limits.model_name
+        if name != served:
+            raise ModelNotFound(f"no model {shown(name)}; served: {served}", param="model")
         return JSONResponse(self._model())
 
     async def livez(self, _: Request) -> Response:
@@ -154,7 +155,7 @@ class _Probes:
         _require_operator(request)
         explained = await self._decisions.explain(request.path_params["request_id"])
         if explained is None:
-            raise HTTPException(404, "no such request, or it was too long ago")
+            raise _NotFound("no such request, or it was too long ago: only the last ones are remembered")
         return JSONResponse(explained)
 
     def _model(self) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _constant_json(document: dict[str, Any]) -> Callable[[Request], Awaitable[Re
     return respond
 
 
-class _NoSuchRoute(ClientError):
+class _NotFound(ClientError):
     code = "not_found"
     http_status = 404
 
@@ -193,8 +194,8 @@ def _no_such_route(path: str) -> ClientError:
     """OpenAI's other services are told apart from a mistyped path."""
     if any(path.startswith(other) for other in _NOT_OFFERED):
         offered = "/v1/chat/completions, /v1/responses, /v1/completions and /v1/messages"
-        return _NoSuchRoute(f"{path[:64]} is not offered: this server generates text at {offered}", code="not_offered")
-    return _NoSuchRoute(f"nothing is at {path[:64]}")
+        return _NotFound(f"{path[:64]} is not offered: this server generates text at {offered}", code="not_offered")
+    return _NotFound(f"nothing is at {path[:64]}; /openapi.json says what there is")
 
 
 class _MethodNotAllowed(ClientError):

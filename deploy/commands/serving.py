@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from deploy.cluster_plan import ClusterPlan
     from deploy.config import ClusterConfig
 
-Model = Annotated[str | None, typer.Option(help="name, GGUF file, or directory with safetensors")]
+_MODEL_HELP = "known name, GGUF file, directory with safetensors, or owner/name on the Hugging Face hub"
+Model = Annotated[str | None, typer.Option(help=_MODEL_HELP)]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"] | None, typer.Option(help="type of weights and KV in memory")
 ]
@@ -37,6 +39,7 @@ Count = Annotated[int | None, typer.Option(help="worker processes of this role",
 
 
 def serve(
+    model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")] = None,
     config: Config = None,
     model: Model = None,
     dtype: Dtype = None,
@@ -97,7 +100,9 @@ def serve(
 
     [dim]tandem serve[/dim]  one prefill and one decode worker, the default model
 
-    [dim]tandem serve --model ./Llama-3.2-1B-Instruct-Q8_0.gguf --decode 2 --port 9000[/dim]
+    [dim]tandem serve ./Llama-3.2-1B-Instruct-Q8_0.gguf --decode 2 --port 9000[/dim]
+
+    [dim]tandem serve Qwen/Qwen3-0.6B[/dim]  from the Hugging Face hub, when it is not here yet
 
     [dim]tandem serve --prefill 0 --decode 0 --aggregated 2[/dim]  no pools, for comparison
 
@@ -105,15 +110,17 @@ def serve(
 
     [dim]tandem serve --autoscale deploy/policies/latency-first.yaml[/dim]  the pools follow the traffic
 
-    [dim]tandem serve --host 0.0.0.0 --api-keys-file keys.txt[/dim]  for other machines; `tandem key create` makes a key
+    [dim]tandem serve --host 0.0.0.0 --api-keys-file keys.txt[/dim]  for others too; `tandem key create` makes a key
 
     [dim]tandem serve --config cluster.yaml --transport tcp[/dim]
     """
     from deploy.config import DEFAULT_CLUSTER_FILE, load_cluster_config, override
 
+    if model_argument and model and model_argument != model:
+        raise typer.BadParameter(f"{model_argument} and --model {model}: give one of them", param_hint="MODEL")
     flags = {
-        "model": model, "engine": engine, "dtype": dtype, "backend": backend, "quantization": quantization,
-        "kv_dtype": kv_dtype,
+        "model": model or model_argument, "engine": engine, "dtype": dtype, "backend": backend,
+        "quantization": quantization, "kv_dtype": kv_dtype,
         "weight_compression": weight_compression,
         "speculation": speculation, "num_drafts": num_drafts, "draft_model": draft_model,
         "verification": verification,
@@ -168,9 +175,12 @@ async def _serve(config: ClusterConfig, ask: str) -> None:
     from deploy.display import TerminalDisplay
     from deploy.local_cluster import run_cluster
 
+    _fetch_absent(config)
+
     async def while_serving(plan: ClusterPlan) -> None:
-        if ask:
-            async with ClusterClient(plan.url) as client:
+        async with ClusterClient(plan.url) as client:
+            await _tell_second_choices(client)
+            if ask:
                 await _stream(client, Question(ask), show_timeline=False)
         await asyncio.Event().wait()
 
@@ -181,6 +191,7 @@ async def _ask_own_cluster(config: ClusterConfig, api_key: str, question: Questi
     from deploy.display import TerminalDisplay
     from deploy.local_cluster import run_cluster
 
+    _fetch_absent(config)
     answered = False
 
     async def while_serving(plan: ClusterPlan) -> None:
@@ -192,6 +203,26 @@ async def _ask_own_cluster(config: ClusterConfig, api_key: str, question: Questi
     if not answered:
         typer.echo("tandem: interrupted", err=True)
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _fetch_absent(config: ClusterConfig) -> None:
+    """Models of the hub that are named and not here."""
+    from deploy.fetch_display import TerminalFetchDisplay
+    from deploy.model_fetch import fetch_from_hub_if_absent
+
+    with TerminalFetchDisplay() as display:
+        for name in (config.model, config.draft_model):
+            fetch_from_hub_if_absent(name, display)
+
+
+async def _tell_second_choices(client: ClusterClient) -> None:
+    """What runs otherwise than wanted, slower above all: a line each on stderr, where no key keeps us from asking."""
+    from deploy.client import AnswerFailed, ClusterUnreachable
+    from deploy.status_table import fallback_lines
+
+    with contextlib.suppress(AnswerFailed, ClusterUnreachable):
+        for line in fallback_lines(await client.status()):
+            typer.echo(line, err=True)
 
 
 async def _ask(url: str, api_key: str, question: Question, show_timeline: bool) -> None:

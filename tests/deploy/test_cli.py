@@ -155,6 +155,37 @@ def test_key_is_shown_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
     assert_one_line(tandem("key", "create", "a b", "--file", str(file)), "'a b'")
 
 
+def test_check_names_everything_that_a_start_would_stumble_over(tmp_path: Path) -> None:
+    model, wrong, good = model_directory(tmp_path), tmp_path / "wrong.yaml", tmp_path / "good.yaml"
+    good.write_text(f"model: {model}\ndecode: {{workers: 3}}\n")
+    wrong.write_text("router: {host: 0.0.0.0, api_keys_file: none.txt}\nautoscale: none.yaml\nmodel: nothing\n")
+    typos = tmp_path / "typos.yaml"
+    typos.write_text("modle: a\ndecode:\n  wrokers: 2\n")
+    ended = tandem("check", *map(str, (good, wrong, typos)))
+    assert ended.returncode == 1
+    assert ended.stdout == f"{good}: ok, m by 1 prefill + 3 decode workers at 127.0.0.1, 8000\n"
+    lines = ended.stderr.splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "model", "router.api_keys_file", "autoscale", "decode.wrokers", "modle"
+    ]  # fmt: skip
+    assert lines[-1].startswith(f"{typos}:1: ")
+    assert tandem("check", str(good)).returncode == 0
+
+
+def test_a_model_of_the_hub_is_fetched_and_its_failure_is_one_line(tmp_path: Path) -> None:
+    ended = tandem("serve", "nobody/nothing", HF_HUB_OFFLINE="1", TANDEM_HOME=str(tmp_path))
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    lines = ended.stderr.splitlines()
+    assert lines[0] == "nobody/nothing is not on this machine"
+    assert lines[-1].startswith("tandem: cannot fetch nobody/nothing: Hugging Face hub: ")
+
+
+def test_a_model_is_named_once(tmp_path: Path) -> None:
+    assert_one_line(tandem("serve", "nothing", TANDEM_HOME=str(tmp_path)), "'nothing'")
+    assert tandem("serve", "one", "--model", "two").returncode == 2
+
+
 def test_policy_check_names_file_line_and_key(tmp_path: Path) -> None:
     good = tandem("policy", "check", *map(str, sorted((REPOSITORY / "deploy" / "policies").glob("*.yaml"))))
     assert good.returncode == 0, good.stderr

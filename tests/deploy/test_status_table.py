@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from deploy.status_table import conservation_errors, status_tables
+from deploy.status_table import conservation_errors, fallback_lines, status_tables
 
 WORKER: dict[str, Any] = {
     "worker_id": "decode-0",
@@ -164,3 +164,10 @@ def test_tiers_show_what_they_hold_what_came_back_and_why_one_does_not_work() ->
     for part in ("KV tiers", "1.50", "4.00", "75%", "30", "0.25", "7", "ready", "No space left on device"):
         assert part in text
     assert "KV tiers" not in printed(STATUS)
+
+
+def test_second_choices_are_a_line_each_with_everybody_who_took_them() -> None:
+    slow = {"component": "backend", "wanted": "native", "used": "torch", "reason": "no compiler"}
+    workers = [{"worker_id": f"decode-{number}", "role": "decode", "fallbacks": [slow]} for number in (10, 2)]
+    assert fallback_lines({"workers": workers}) == ["decode-2, decode-10: backend torch instead of native: no compiler"]
+    assert fallback_lines({"workers": []}) == []

@@ -125,6 +125,17 @@ async def test_s_b58_an_unknown_code_is_an_internal_error(router: RunningRouter,
     assert answer.status_code == 500
 
 
+async def test_what_is_not_there_says_what_it_was(http: httpx.AsyncClient) -> None:
+    for path, code, part in (
+        ("/v1/models/other", "model_not_found", f"'other'; served: {MODEL}"),
+        ("/explain/chatcmpl-none", "not_found", "no such request"),
+        ("/docs", "not_found", "/openapi.json"),
+    ):
+        answer = await http.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, code)
+        assert part in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/assistants", "/v1/audio/speech", "/rerank"])
 async def test_other_services_are_refused_by_name(http: httpx.AsyncClient, path: str) -> None:
     answer = await http.post(path, json={"model": MODEL, "input": "a"})
