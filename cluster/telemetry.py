@@ -114,9 +114,11 @@ class WorkerMetrics:
         self.prefix_cache_queries = counter("prefix_cache_queries", "prompt tokens looked up")
         self.prefix_cache_hits = counter("prefix_cache_hits", "prompt tokens found")
         self.preemptions = counter("num_preemptions", "sequences put back for want of blocks")
-        self.iteration_tokens = histogram("iteration_tokens_total", "tokens of one engine step", TOKENS_BOUNDS)
+        # Sums that the engine keeps, shown at each heartbeat: a step itself counts nothing.
+        self.iterations = counter("iterations", "engine steps")
+        self.iteration_time = counter("iteration_seconds", "spent in engine steps")
+        self.iteration_tokens = counter("iteration_tokens", "tokens computed in engine steps, guesses too")
         self.batch_sizes = histogram("iteration_batch_size", "sequences of one engine step", BATCH_BOUNDS)
-        self.step_time = histogram("iteration_seconds", "one engine step", INTER_TOKEN_LATENCY_BOUNDS_S)
         self.kv_bytes_moved = counter("kv_transfer_bytes", "KV bytes sent or received")
         self.kv_frames_stale = counter("kv_transfer_stale_frames", "late frames dropped by their epoch")
         self.kv_digest_failures = counter("kv_transfer_digest_failures", "frames that did not verify")

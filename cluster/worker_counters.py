@@ -24,6 +24,16 @@ class WorkerCounters:
 
     def __init__(self, metrics: WorkerMetrics) -> None:
         self.metrics = metrics
+        self._plain = {
+            "preemptions": metrics.preemptions,
+            "iterations": metrics.iterations,
+            "iteration_seconds": metrics.iteration_time,
+            "iteration_tokens": metrics.iteration_tokens,
+            "speculation_steps": metrics.drafts_verified,
+            "kv_tier_restores": metrics.tier_restores,
+            "kv_tier_restore_seconds": metrics.tier_restore_time,
+            "kv_tier_evicted_lost_blocks": metrics.tier_lost_blocks,
+        }
         self._totals: Counter[str] = Counter()
         self._largest_batch = 0
         self._shown_stale = self._shown_bad = 0
@@ -83,18 +93,10 @@ class WorkerCounters:
 
     def _engine_counter(self, name: str) -> PrometheusCounter | None:
         """The metric of one of the engine's totals; None for what has none."""
-        if name == "preemptions":
-            return self.metrics.preemptions
+        if name in self._plain:
+            return self._plain[name]
         if by_tier := TIER_TOTAL.fullmatch(name):
             return self.metrics.tier_total(*by_tier.groups())
-        if name.startswith("kv_tier_"):
-            return {
-                "kv_tier_restores": self.metrics.tier_restores,
-                "kv_tier_restore_seconds": self.metrics.tier_restore_time,
-                "kv_tier_evicted_lost_blocks": self.metrics.tier_lost_blocks,
-            }.get(name)
-        if name == "speculation_steps":
-            return self.metrics.drafts_verified
         if name.startswith(NO_DRAFT_PREFIX):
             return self.metrics.no_drafts(name.removeprefix(NO_DRAFT_PREFIX))
         by_drafter = DRAFTS_AT.fullmatch(name)

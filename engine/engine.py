@@ -153,7 +153,13 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Sums since the start, and what the swap space holds now."""
-        counters: dict[str, float] = {"preemptions": self._scheduler.num_preemptions}
+        figures = self._figures
+        counters: dict[str, float] = {
+            "preemptions": self._scheduler.num_preemptions,
+            "iterations": figures.num_steps,
+            "iteration_seconds": figures.total_s,
+            "iteration_tokens": figures.total_rows,
+        }
         if self._swap is not None:
             counters["preemptions_swapped"] = self._swap.num_saved
             counters["swapped_in"] = self._swap.num_restored
@@ -401,7 +407,7 @@ class Engine:
             num_prefill_tokens = sum(chunk.num_tokens for chunk in plan.chunks) - num_decodes
             self._step_budget.saw_step(num_decodes, num_prefill_tokens, step_s * 1000)
         context_tokens = sum(sequence.num_computed for sequence in self._scheduler.running)
-        self._figures = self._figures.after_step(context_tokens, len(plan.chunks), num_generated, step_s)
+        self._figures = self._figures.after_step(context_tokens, len(plan.chunks), num_generated, step_s, num_rows)
 
 
 def _drop(outputs: Chunks[SequenceOutput]) -> None:

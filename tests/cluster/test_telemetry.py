@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from tandem.v1 import worker_pb2
 
 from cluster.telemetry import RouterMetrics, WorkerMetrics, exposition, new_registry
 from cluster.worker_counters import WorkerCounters
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -106,3 +111,25 @@ def test_lower_tiers_have_their_totals_by_tier_and_gauges_of_what_they_hold() ->
     assert 'tandem_kv_tier_restores_total{model="m",worker_id="prefill-0"} 1.0' in text
     assert "unsaved" not in text
     assert 'tier="disk"' not in text
+
+
+def test_what_the_engine_sums_is_counted_once_however_often_it_is_shown() -> None:
+    registry = new_registry()
+    counters = WorkerCounters(WorkerMetrics(registry, "m", "decode-0"))
+    for steps in (3, 3, 5):
+        counters.show_engine({"iterations": steps, "iteration_seconds": steps / 4, "iteration_tokens": 10 * steps})
+    text = exposition(registry).decode()
+    for name, total in (("iterations", 5.0), ("iteration_seconds", 1.25), ("iteration_tokens", 50.0)):
+        assert f'tandem_{name}_total{{model="m",worker_id="decode-0"}} {total}' in text
+
+
+def test_no_metric_is_declared_that_nothing_feeds() -> None:
+    folders = ("cluster", "router", "prefill_worker", "decode_worker")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    text = re.sub(r"self\.\w+ = ", "", "\n".join(path.read_text() for path in paths))
+    declared = {
+        *vars(RouterMetrics(new_registry())),
+        *(name for name in vars(WorkerMetrics(new_registry(), "m", "w")) if not name.startswith("_")),
+    }
+    assert len(declared) > 40
+    assert [name for name in sorted(declared) if re.search(rf"\.{name}\b", text) is None] == []
