@@ -6,6 +6,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# A slow or busy package index is asked again before anything fails.
+export PIP_RETRIES ?= 10
+export PIP_DEFAULT_TIMEOUT ?= 60
 PROMPT ?= Explain in two sentences why the sky is blue.
 NATIVE_SOURCES := $(wildcard engine/native/*.cpp engine/native/*.h engine/native/kernels/* kv_transfer/native/*.cpp)
 PROTO_FILES := $(wildcard proto/tandem/v1/*.proto)

@@ -212,7 +212,7 @@ async def test_f13_hung_redis_keeps_nobody_waiting(redis_server: RedisServer) ->
             started_s = time.monotonic()
             for number in range(1000):
                 publisher.stored(None, [block_hash(number)])
-            assert time.monotonic() - started_s < 5.0  # a thousand timeouts of a command would be minutes
+            assert time.monotonic() - started_s < 10.0  # a thousand timeouts of a command: minutes
         finally:
             redis_server.resume()
         await until(lambda: len(index.held) == 1000)

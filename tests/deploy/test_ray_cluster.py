@@ -35,9 +35,10 @@ from tests.integration.conftest import REPOSITORY, tandem_command, tandem_enviro
 from tests.integration.grpc_client import generate_tokens
 from tests.integration.mock_tokens import VOCAB_SIZE, expected_tokens
 
-pytestmark = [pytest.mark.model, pytest.mark.cluster]
+pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300  # a raylet waits a minute by default, which a busy machine may need for itself
 # `TANDEM_RAY_SOAK=full`: streams of a minute while the pools shrink, and the death of Ray's head. Four minutes more.
 IS_SOAK = os.environ.get("TANDEM_RAY_SOAK") == "full"
 STREAM_TOKENS = 4800 if IS_SOAK else 600
@@ -94,26 +95,25 @@ def ray_cluster() -> Iterator[RayCluster]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": str(START_TIMEOUT_S),
         "RAY_TMPDIR": str(folder),
         "TANDEM_RUNTIME_DIR": str(folder / "run"),
     }
-    with (folder / "raylets.log").open("w") as log:
-        process = subprocess.Popen(
+    with (
+        (folder / "raylets.log").open("w") as log,
+        subprocess.Popen(
             [sys.executable, "-c", RAYLETS, str(STORE_BYTES)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
-        )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    given_up = threading.Timer(TIMEOUT_S, process.kill)  # its output ends then, and the line below with it
-    given_up.start()
-    line = next((line for line in process.stdout if line.startswith("{")), "")
-    given_up.cancel()
-    assert line, (folder / "raylets.log").read_text()[-2000:]
-    told = json.loads(line)
-    yield RayCluster(told["address"], told["raylets"], Path(told["session"]), folder, environment)
-    process.stdin.close()
-    process.stdout.close()
-    process.wait(TIMEOUT_S)
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout is not None
+        given_up = threading.Timer(START_TIMEOUT_S, process.kill)  # its output ends then, and the line below with it
+        given_up.start()
+        line = next((line for line in process.stdout if line.startswith("{")), "")
+        given_up.cancel()
+        assert line, (folder / "raylets.log").read_text()[-2000:]
+        told = json.loads(line)
+        yield RayCluster(told["address"], told["raylets"], Path(told["session"]), folder, environment)
     shutil.rmtree(folder)
 
 
