@@ -18,6 +18,8 @@ INITIAL_ACCEPTANCE = 0.6
 MOST_OF_A_MODEL = 0.85
 # A gain below this is noise of the cost table.
 MIN_GAIN = 1.03
+# What it is tried again with is this much more than what just pays: where guesses are dear, one miss ends the trial.
+TRIAL_MARGIN = 0.02
 COOL_DOWN_STEPS = 16
 MAX_COOL_DOWN_STEPS = 256
 
@@ -61,6 +63,13 @@ def best_num_drafts(acceptance: float, batch_size: int, costs: StepCosts, max_dr
 
     best = max(range(1, max_drafts + 1), key=rate, default=0)
     return best if best and rate(best) > MIN_GAIN * direct else 0
+
+
+@lru_cache(maxsize=256)
+def least_that_pays(batch_size: int, costs: StepCosts, max_drafts: int) -> float:
+    """The lowest acceptance, in hundredths, at which guessing pays in such a batch; 1 where none does."""
+    hundredths = (percent / 100 for percent in range(1, 100))
+    return next((each for each in hundredths if best_num_drafts(each, batch_size, costs, max_drafts)), 1.0)
 
 
 def may_pay(batch_size: int, costs: StepCosts, max_drafts: int, most_acceptance: float = 1.0) -> bool:
@@ -115,8 +124,8 @@ class GateState:
 def num_drafts_now(state: GateState, batch_size: int, costs: StepCosts, max_drafts: int) -> tuple[int, GateState]:
     """How many drafts the next step takes, and the record after asking.
 
-    Where guessing does not pay it is left alone for a while, each time longer, then tried again with the benefit of the
-    doubt: what did not match in the introduction may match in the quotation.
+    Where guessing does not pay it is left alone for a while, each time longer, then tried again: what did not match in
+    the introduction may match in the quotation. Where guesses are dear the first miss ends such a trial.
     """
     if state.cool_down > 0:
         return 0, replace(state, cool_down=state.cool_down - 1)
@@ -125,14 +134,16 @@ def num_drafts_now(state: GateState, batch_size: int, costs: StepCosts, max_draf
         return best, state
     if best_num_drafts(INITIAL_ACCEPTANCE, batch_size, costs, max_drafts) == 0:
         return 0, state  # the batch is too large for anyone's guesses: no fault of the drafter's
-    return 0, GateState(INITIAL_ACCEPTANCE, state.next_cool_down, min(2 * state.next_cool_down, MAX_COOL_DOWN_STEPS))
+    trial = min(INITIAL_ACCEPTANCE, least_that_pays(batch_size, costs, max_drafts) + TRIAL_MARGIN)
+    return 0, GateState(trial, state.next_cool_down, min(2 * state.next_cool_down, MAX_COOL_DOWN_STEPS))
 
 
 def after_step(state: GateState, num_proposed: int, num_accepted: int) -> GateState:
     """The record after a verified step."""
     acceptance = after_trials(state.acceptance, num_proposed, num_accepted, SMOOTHING)
-    shorter = COOL_DOWN_STEPS if num_accepted else state.next_cool_down
-    return replace(state, acceptance=acceptance, next_cool_down=shorter)
+    # Now and then anybody hits: who rests for shorter again hits as often as a new one is believed to.
+    next_cool_down = COOL_DOWN_STEPS if acceptance >= INITIAL_ACCEPTANCE else state.next_cool_down
+    return replace(state, acceptance=acceptance, next_cool_down=next_cool_down)
 
 
 def after_trials(acceptance: float, num_proposed: int, num_accepted: int, smoothing: float) -> float:

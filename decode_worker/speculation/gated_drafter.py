@@ -31,7 +31,7 @@ from decode_worker.speculation.gate import (
     num_drafts_now,
 )
 from decode_worker.speculation.match_acceptance import MatchAcceptance
-from decode_worker.speculation.routes import Routes
+from decode_worker.speculation.routes import Routes, route_key
 from engine.draft import Draft
 from engine.drafting import DraftWish
 from engine.request import EngineRequest
@@ -41,7 +41,7 @@ from engine.request import EngineRequest
 class _Record:
     """One request with this drafter."""
 
-    scope_key: bytes
+    route: bytes
     gate: GateState
     matches: MatchAcceptance
     match_length: int = 0  # of the last guess, where the drafter looks up
@@ -89,7 +89,7 @@ class GatedDrafter:
         ):
             return 0
         num_drafts, record.gate = num_drafts_now(gate, batch_size, self._costs, most)
-        if record.gate.cool_down > gate.cool_down:  # it rests from now on; then with the benefit of the doubt
+        if record.gate.cool_down > gate.cool_down:  # it rests from now on; then nothing is held against it
             record.matches = MatchAcceptance()
         return most if num_drafts and self._knows_confidence else num_drafts
 
@@ -125,7 +125,7 @@ class GatedDrafter:
         record.gate = after_step(record.gate, num_levels, num_accepted)
         if record.match_length:
             record.matches.saw(record.match_length, num_levels, num_accepted, SMOOTHING)
-        self._routes.saw(record.scope_key, num_levels, num_accepted, record.match_length)
+        self._routes.saw(record.route, num_levels, num_accepted, record.match_length)
 
     def was_asked_in_vain(self, request_id: RequestId) -> None:
         """It guessed, and nothing of it was worth verifying: where it goes on like this, it is to rest."""
@@ -159,9 +159,10 @@ class GatedDrafter:
     def _record(self, request: EngineRequest) -> _Record:
         record = self._records.get(request.request_id)
         if record is None:
-            route = self._routes.of(request.scope_key)
+            key = route_key(request.scope_key, request.sampling.temperature)
+            route = self._routes.of(key)
             gate, matches = GateState(route.acceptance), MatchAcceptance(route.matches.rates)
-            record = self._records[request.request_id] = _Record(request.scope_key, gate, matches)
+            record = self._records[request.request_id] = _Record(key, gate, matches)
             if self._follower is not None:
                 num_prompt_tokens = len(request.token_ids) - request.num_generated
                 self._follower.starts(request.request_id, request.sampling, num_prompt_tokens)

@@ -1,4 +1,7 @@
-"""What one drafter hit lately for each tenant: where the tenant's next request starts."""
+"""What one drafter hit lately for each tenant and temperature: where the next request of that kind starts.
+
+What is sampled broadly is guessed less often than the likeliest token.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,25 @@ class Route:
     matches: MatchAcceptance = field(default_factory=MatchAcceptance)  # of a drafter that looks up
 
 
+def route_key(scope_key: bytes, temperature: float) -> bytes:
+    """Temperatures are told apart by tenths."""
+    return scope_key + bytes([min(255, round(10 * temperature))])
+
+
 class Routes:
     """Holds the `MAX_ROUTES` latest."""
 
     def __init__(self) -> None:
         self._routes: OrderedDict[bytes, Route] = OrderedDict()
 
-    def of(self, scope_key: bytes) -> Route:
-        """To be read."""
-        return self._routes.get(scope_key) or Route()
+    def of(self, key: bytes) -> Route:
+        """To be read. `key`: see `route_key`."""
+        return self._routes.get(key) or Route()
 
-    def saw(self, scope_key: bytes, num_proposed: int, num_accepted: int, match_length: int = 0) -> None:
+    def saw(self, key: bytes, num_proposed: int, num_accepted: int, match_length: int = 0) -> None:
         """A verified step of one of its requests."""
-        route = self._routes.pop(scope_key, None) or Route()
-        self._routes[scope_key] = route
+        route = self._routes.pop(key, None) or Route()
+        self._routes[key] = route
         route.acceptance = after_trials(route.acceptance, num_proposed, num_accepted, SMOOTHING)
         if match_length:
             route.matches.saw(match_length, num_proposed, num_accepted, SMOOTHING)

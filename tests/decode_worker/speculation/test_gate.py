@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +17,7 @@ from decode_worker.speculation.gate import (
     best_num_drafts,
     expected_tokens,
     is_worth_asking,
+    least_that_pays,
     may_pay,
     num_drafts_now,
 )
@@ -67,8 +70,36 @@ def test_acceptance_counts_trials_up_to_the_first_rejection() -> None:
     assert math.isclose(after_step(state, 2, 1).acceptance, 0.9 * 0.55)
 
 
-def test_a_hit_ends_the_long_cool_downs() -> None:
-    assert after_step(GateState(next_cool_down=256), 4, 2).next_cool_down == COOL_DOWN_STEPS
+def test_hits_as_of_a_new_one_end_the_long_cool_downs_and_a_lucky_one_does_not() -> None:
+    assert after_step(GateState(next_cool_down=256), 4, 4).next_cool_down == COOL_DOWN_STEPS
+    assert after_step(GateState(0.4, next_cool_down=256), 1, 1).next_cool_down == 256
+
+
+# A guess of four streams at once must hold nearly every second time.
+DEAR = StepCosts((1, 4, 8, 16), (8.0, 9.6, 13.1, 23.2), draft_ms=0.13)
+
+
+def test_one_that_hits_too_rarely_is_hardly_asked() -> None:
+    """Two thirds of its guesses are wrong where every second one must be right."""
+    assert 0.4 < least_that_pays(4, DEAR, 8) < 0.5
+    assert least_that_pays(1, STEEP, 8) == 1.0
+    draw, state, asked = random.Random(4), GateState(), 0
+    for _ in range(1000):
+        num_drafts, state = num_drafts_now(state, 4, DEAR, 8)
+        if num_drafts:
+            asked += 1
+            state = after_step(state, 1, int(draw.random() < 1 / 3))
+    assert 5 < asked < 60
+
+
+def test_a_trial_ends_with_its_first_miss_and_goes_on_while_guesses_hold() -> None:
+    state = GateState(acceptance=0.01)
+    _, state = num_drafts_now(state, 4, DEAR, 8)
+    assert state.cool_down == COOL_DOWN_STEPS
+    state = replace(state, cool_down=0)
+    assert num_drafts_now(state, 4, DEAR, 8)[0] > 0
+    assert num_drafts_now(after_step(state, 1, 1), 4, DEAR, 8)[0] > 0
+    assert num_drafts_now(after_step(state, 1, 0), 4, DEAR, 8)[0] == 0
 
 
 def test_a_batch_that_is_too_large_for_anyone_starts_no_cool_down() -> None:

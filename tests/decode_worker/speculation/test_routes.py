@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decode_worker.speculation.gate import INITIAL_ACCEPTANCE, GateState, StepCosts, num_drafts_now
 from decode_worker.speculation.match_acceptance import PRIOR
-from decode_worker.speculation.routes import MAX_ROUTES, Routes
+from decode_worker.speculation.routes import MAX_ROUTES, Routes, route_key
 
 FLAT = StepCosts((1, 16, 64), (17.0, 19.0, 60.0), draft_ms=0.01)
 
@@ -30,3 +30,12 @@ def test_tenants_do_not_pile_up() -> None:
     assert routes.of(b"0").acceptance == INITIAL_ACCEPTANCE
     assert routes.of(b"busy").acceptance < INITIAL_ACCEPTANCE
     assert len(routes._routes) == MAX_ROUTES
+
+
+def test_temperatures_of_one_tenant_are_told_apart() -> None:
+    routes = Routes()
+    for _ in range(100):
+        routes.saw(route_key(b"tenant", 1.0), 4, 0)
+    assert routes.of(route_key(b"tenant", 0.0)).acceptance == INITIAL_ACCEPTANCE
+    assert routes.of(route_key(b"tenant", 1.01)).acceptance < 0.2
+    assert len({route_key(b"tenant", temperature) for temperature in (0.0, 0.7, 1.0, 2.0, 1e9)}) == 5
