@@ -88,8 +88,8 @@ class PrefillPeers:
             return peer
         if peer is not None:
             self._forget(worker_id)
-        if len(self._peers) >= MAX_PEERS:
-            self._peers = {key: known for key, known in self._peers.items() if known.state is not PeerState.CLOSED}
+        # Those that left the cluster make room: names of an autoscaled pool come and go for ever.
+        self._peers = {key: known for key, known in self._peers.items() if known.state is not PeerState.CLOSED}
         if len(self._peers) >= MAX_PEERS:
             raise WorkerUnavailable(f"{MAX_PEERS} prefill workers are known already", stage="prefill")
         peer = PrefillPeer(worker_id, address, self._resources)

@@ -296,12 +296,12 @@ async def test_kv27_an_attempt_that_only_the_peer_lists_is_asked_after_at_full_p
     await until(lambda: prefill.pings[1] >= 10)
 
 
-def _joined(number: int, address: str) -> MembershipChange:
+def _joined(number: int, address: str, kind: ChangeKind = ChangeKind.JOINED) -> MembershipChange:
     identity = common_pb2.WorkerIdentity(
         worker_id=f"prefill-{number}", incarnation=f"p{number}", role=common_pb2.WORKER_ROLE_PREFILL
     )
     record = membership_pb2.WorkerRecord(identity=identity, control_address=address, ready=True)
-    return MembershipChange(ChangeKind.JOINED, record)
+    return MembershipChange(kind, record)
 
 
 @pytest.mark.usefixtures("patience")
@@ -411,3 +411,18 @@ async def test_departed_worker_is_forgotten_when_its_stream_ends(
     prefill.break_streams()
     await until(lambda: peers.status() == [])
     assert prefill.num_hellos == 1
+
+
+@pytest.mark.usefixtures("patience")
+async def test_prefill_workers_that_left_are_neither_kept_nor_counted(
+    peers: PrefillPeers, prefill: ScriptedPrefill, address: str
+) -> None:
+    """Names of an autoscaled pool come and go: one after the other, they are never many."""
+    for number in range(2 * MAX_AHEAD):
+        peers.on_membership(_joined(number, address))
+        await until(lambda: [peer.state for peer in peers.status()] == ["ready"])
+        peers.on_membership(_joined(number, address, ChangeKind.LEFT))
+        prefill.break_streams()
+        await until(lambda: peers.status() == [])
+    assert prefill.num_hellos == 2 * MAX_AHEAD
+    assert len(peers._peers) == 1
