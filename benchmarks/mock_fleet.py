@@ -106,11 +106,13 @@ def plan(rate_per_s: float, num_requests: int) -> list[PlannedRequest]:
 
 
 def served(run: RoutedRun, took_s: float) -> str:
-    spread = len({worker for worker in run.worker_of.values() if worker.startswith("prefill")})
+    prefilled = [worker for worker in run.worker_of.values() if worker.startswith("prefill")]
+    spread, at_home = len(set(prefilled)), len(run.worker_of) - len(prefilled)
     return (
         f"{len(run.ttft_ms)} answers in {took_s:.0f} s, {run.failures.total()} failed: TTFT p50 "
         f"{run.ttft_percentile_ms(0.5):.0f} ms, p99 {run.ttft_percentile_ms(0.99):.0f} ms, {run.hit_rate:.0%} of the "
-        f"tokens cached, prompts on {spread} prefill workers{f'; {dict(run.failures)}' if run.failures else ''}"
+        f"tokens cached, prompts on {spread} prefill workers, {at_home} on decode workers"
+        f"{f'; {dict(run.failures)}' if run.failures else ''}"
     )
 
 

@@ -19,7 +19,7 @@ from cluster.embedded_redis import prepare_embedded_redis
 from tests.cluster.conftest import RedisServer
 from tests.integration.worker_processes import WorkerFleet, WorkerProcess, fleet_in
 
-pytestmark = [pytest.mark.model]
+pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 # A heartbeat, a look for asks and, on the decode worker, a look at the membership every other second make some ten; a
 # single loop that asks Redis twenty times a second makes forty more.
