@@ -10,6 +10,7 @@ TandemError
 ├── RetryElsewhere          another worker may succeed
 │   ├── WorkerUnavailable       the peer is dead, draining or not ready
 │   ├── KvTransferFailed        502 when no other worker is left
+│   │   └── KvLinkBroken            a new link to the same worker may do
 │   └── KvCapacityExhausted     503
 ├── RetryLater              503 with Retry-After
 │   ├── NoWorkersAvailable
@@ -129,6 +130,12 @@ class KvTransferFailed(RetryElsewhere):
     grpc_status = grpc.StatusCode.DATA_LOSS
 
 
+class KvLinkBroken(KvTransferFailed):
+    """The connection that KV moves over broke; both workers are there, and can open another one."""
+
+    code = "kv_link_broken"
+
+
 class KvCapacityExhausted(RetryElsewhere):
     """No KV blocks are free on this worker now."""
 
@@ -220,6 +227,7 @@ _LEAF_BY_CODE: dict[str, type[TandemError]] = {
         RateLimited,
         WorkerUnavailable,
         KvTransferFailed,
+        KvLinkBroken,
         KvCapacityExhausted,
         NoWorkersAvailable,
         ServerOverloaded,

@@ -19,15 +19,16 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import grpc
 from tandem.v1 import handoff_pb2, handoff_pb2_grpc, worker_pb2
 
 from cluster.ended_tasks import end_tasks
-from cluster.errors import TandemError, WorkerUnavailable
+from cluster.errors import KvLinkBroken, TandemError, WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId
 from cluster.racing_tasks import first_of
+from cluster.rpc_errors import from_rpc_error
 from decode_worker.peer_use import PeerUse
 from kv_transfer.transfer_ref import TransferRef
 
@@ -75,7 +76,20 @@ class TransferListener(Protocol):
         """Whether P's own list of live attempts has this one."""
         ...
 
-    def peer_gone(self, reason: str) -> None: ...
+    def peer_gone(self, error: TandemError) -> None:
+        """`KvLinkBroken` where the peer itself is there."""
+        ...
+
+
+class _Listening(NamedTuple):
+    """One attempt's ear, and how many pings were sent before it was asked for.
+
+    A busy peer answers pings late and in a row, and had not read of the attempt when it did: only a ping that was sent
+    after it asks whether the attempt is live.
+    """
+
+    listener: TransferListener
+    num_pings: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +145,8 @@ class PrefillPeer:
         self._resources = resources
         self._timing = resources.timing
         self._use = PeerUse()
-        self._listeners: dict[TransferRef, TransferListener] = {}
+        self._listeners: dict[TransferRef, _Listening] = {}
+        self._num_pings = 0  # over all streams
         self._outgoing: asyncio.Queue[handoff_pb2.DecodeToPrefill] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._state_changed = asyncio.Condition()
         self._retry_now = asyncio.Event()
@@ -162,7 +177,7 @@ class PrefillPeer:
         return self.state is not PeerState.CLOSED and (is_changing or self._retry_now.is_set())
 
     def register(self, ref: TransferRef, listener: TransferListener) -> None:
-        self._listeners[ref] = listener
+        self._listeners[ref] = _Listening(listener, self._num_pings)
         self._use.began()
 
     def unregister(self, ref: TransferRef) -> None:
@@ -199,7 +214,7 @@ class PrefillPeer:
 
     def hang_up(self, link: PeerLink, reason: str) -> None:
         """Ends the stream of this link, unless another has taken its place: the peer must let go of everything of ours.
-        It is connected to anew."""
+        It is connected to anew, and everybody else on this link hears `KvLinkBroken`."""
         if self.link is link:
             self._hang_up_reason = reason
             self._retry_now.set()
@@ -221,29 +236,33 @@ class PrefillPeer:
             self._retry_now.clear()
             try:
                 await self._serve_one_connection()
-                reason = "the peer ended the stream"
+                gone: TandemError = WorkerUnavailable("the peer ended the stream")
             except _Unused:
                 logger.info("prefill worker %s: its link was not needed and is closed", self.worker_id)
                 continue
             except asyncio.CancelledError:
-                self._drop_listeners("this worker closes")
+                self._drop_listeners(WorkerUnavailable("this worker closes"))
                 raise
             except _Refused as error:
                 await self._enter(PeerState.REFUSED, str(error))
                 logger.warning("prefill worker %s refused: %s", self.worker_id, error)
                 await self._pause(self._timing.refused_retry_s)
                 continue
-            except (grpc.aio.AioRpcError, TandemError, TimeoutError, OSError) as error:
-                reason = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            except grpc.aio.AioRpcError as error:
+                gone = _without_traceback(from_rpc_error(error), error.details() or "broken")
+            except (TandemError, TimeoutError, OSError) as error:
+                gone = _without_traceback(error, str(error) or "broken")
             except Exception as error:  # our own bug: without this task the peer would look ready for ever
                 logger.exception("prefill worker %s", self.worker_id)
-                reason = f"internal error: {type(error).__name__}"
+                gone = WorkerUnavailable(f"internal error: {type(error).__name__}")
             was_ready = self.state is PeerState.READY
             failures = 0 if was_ready else failures + 1
-            await self._enter(PeerState.BROKEN, reason or "broken")
-            self._drop_listeners(self.reason)
+            if isinstance(gone, KvLinkBroken):
+                self._retry_now.set()  # it is there: no pause, and who asks for it meanwhile waits
+            await self._enter(PeerState.BROKEN, gone.message)
+            self._drop_listeners(gone)
             if was_ready:
-                logger.warning("prefill worker %s is gone: %s", self.worker_id, reason)
+                logger.warning("prefill worker %s is gone: %s", self.worker_id, gone.message)
             await self._pause(min(self._timing.max_backoff_s, self._timing.min_backoff_s * 2**failures))
         await self._enter(PeerState.CLOSED, "left the cluster")
 
@@ -324,9 +343,9 @@ class PrefillPeer:
         kind = message.WhichOneof("message")
         if kind is None or kind == "hello":
             return
-        listener = self._listeners.get(TransferRef.of(getattr(message, kind).key))
-        if listener is not None:  # else it speaks of an attempt that is over
-            listener.on_message(message)
+        listening = self._listeners.get(TransferRef.of(getattr(message, kind).key))
+        if listening is not None:  # else it speaks of an attempt that is over
+            listening.listener.on_message(message)
         elif kind == "commit":
             self._answer_stale(message.commit.key)
 
@@ -342,8 +361,9 @@ class PrefillPeer:
         self._unanswered_pings = 0
         self._use.pong_came(len(pong.live))
         listed = {TransferRef.of(key) for key in pong.live}
-        for ref, listener in list(self._listeners.items()):
-            listener.listed(ref, ref in listed)
+        for ref, listening in list(self._listeners.items()):
+            if pong.number > listening.num_pings:
+                listening.listener.listed(ref, ref in listed)
 
     async def _write(self, stream: HandoffCall) -> None:
         while True:
@@ -354,7 +374,7 @@ class PrefillPeer:
                 raise self._unavailable("the stream has ended") from None
 
     async def _ping(self, incarnation: str, idle_ping_s: float) -> None:
-        number, interval_s = 0, self._timing.ping_interval_s
+        interval_s = self._timing.ping_interval_s
         self._unanswered_pings = 0
         while True:
             await self._use.until_ping_is_due(interval_s, idle_ping_s, lambda: self._unanswered_pings > 0)
@@ -363,18 +383,20 @@ class PrefillPeer:
             if not self._listeners and self._may_rest():
                 await self._enter(PeerState.IDLE, "")  # before the stream ends: who comes now waits for the next one
                 raise _Unused
-            number += 1
+            self._num_pings += 1
             self._unanswered_pings += 1
             live = [ref.to_message() for ref in self._listeners]
             load = self._resources.load_report()
-            ping = handoff_pb2.Ping(number=number, incarnation=incarnation, live=live, load=load)
+            ping = handoff_pb2.Ping(number=self._num_pings, incarnation=incarnation, live=live, load=load)
             self._use.ping_sent(len(live))
             self.send(handoff_pb2.DecodeToPrefill(ping=ping))
 
     async def _wait_for_replacement(self) -> None:
         await self._retry_now.wait()
         reason, self._hang_up_reason = self._hang_up_reason, ""
-        raise self._unavailable(reason or "another incarnation has its name now")
+        if reason:
+            raise KvLinkBroken(f"prefill worker {self.worker_id}: {reason}", stage="transfer")
+        raise self._unavailable("another incarnation has its name now")
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -389,10 +411,10 @@ class PrefillPeer:
             self.state, self.reason = state, reason
             self._state_changed.notify_all()
 
-    def _drop_listeners(self, reason: str) -> None:
-        listeners, self._listeners = list(self._listeners.values()), {}
-        for listener in listeners:
-            listener.peer_gone(reason)
+    def _drop_listeners(self, error: TandemError) -> None:
+        listening, self._listeners = list(self._listeners.values()), {}
+        for one in listening:
+            one.listener.peer_gone(error)
 
     def _unavailable(self, what: str) -> WorkerUnavailable:
         return WorkerUnavailable(f"prefill worker {self.worker_id}: {what}", stage="prefill")
@@ -401,6 +423,12 @@ class PrefillPeer:
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
     with suppress(RuntimeError):  # the loop has ended, and everybody who waited with it
         loop.call_soon_threadsafe(event.set)
+
+
+def _without_traceback(error: Exception, reason: str) -> TandemError:
+    """What is kept of it while the next connection lives: the error itself would hold the frames of the last one, and
+    with them its socket."""
+    return (KvLinkBroken if isinstance(error, KvLinkBroken) else WorkerUnavailable)(reason)
 
 
 class _Unused(Exception):

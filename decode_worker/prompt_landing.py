@@ -18,7 +18,7 @@ from typing import Any
 
 from tandem.v1 import handoff_pb2
 
-from cluster.errors import TandemError, WorkerUnavailable, from_failure
+from cluster.errors import KvLinkBroken, TandemError, WorkerUnavailable, from_failure
 from cluster.identity import BlockRef, Incarnation, WorkerId, new_transfer_id
 from decode_worker.landing_messages import Landed, LandingMessages, rejection
 from decode_worker.landing_resources import LandingResources, TransferPeer
@@ -129,15 +129,19 @@ class PromptLanding:
     def listed(self, ref: TransferRef, is_listed: bool) -> None:
         self._apply(on.PeerListed(ref, is_listed))
 
-    def peer_gone(self, reason: str) -> None:
+    def peer_gone(self, error: TandemError) -> None:
         if self._peer_ref is not None:
-            error = WorkerUnavailable(f"{self._peer_ref.worker_id} is gone: {reason}", stage="transfer")
-            self._apply(on.PeerGone(self._peer_ref, error))
+            kind = KvLinkBroken if isinstance(error, KvLinkBroken) else WorkerUnavailable
+            gone = kind(f"{self._peer_ref.worker_id} is gone: {error.message}", stage="transfer")
+            self._apply(on.PeerGone(self._peer_ref, gone))
 
     def _committed(self, commit: handoff_pb2.Commit) -> None:
         self._commit = commit
         failure = from_failure(commit.failure) if commit.HasField("failure") else None
         ref = TransferRef.of(commit.key)
+        if isinstance(failure, KvLinkBroken) and ref in self._links:
+            peer, link = self._links[ref]
+            peer.hang_up(link, failure.message)  # before anything is asked over it again
         self._apply(
             on.RankCommitted(ref, commit.src_rank, commit.num_frames, commit.num_resends, failure, commit.num_bytes)
         )

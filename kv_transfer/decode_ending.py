@@ -1,5 +1,8 @@
 """How an attempt ends without its KV, and what follows: the next candidate, this worker itself, or an error.
 
+A candidate whose link broke is there, and has the prompt computed or in its cache: it is asked once more, over a new
+link, when all others have been.
+
     attempt ──retire──> CANCELLING ──fence closed, endpoint destroyed──────────────> MATCH | LOCAL | FAILED | CANCELLED
                             └──not silent in time, or a one-sided writer: its blocks ─> quarantine, then the same
 
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.errors import KvTransferFailed, TandemError
+from cluster.errors import KvLinkBroken, KvTransferFailed, TandemError
 from kv_transfer import decode_events as on
 from kv_transfer import decode_quarantine as quarantine
 from kv_transfer.decode_events import DecodeAction
@@ -24,8 +27,10 @@ def retire(transfer: DecodeTransfer, ending: Ending, now: float, *first: DecodeA
     blocks go to quarantine at once and the transfer goes on without them."""
     attempt = transfer.live_attempt
     limits = transfer.request.limits
+    is_to_relink = isinstance(ending.error, KvLinkBroken) and attempt.peer not in transfer.relinked
     transfer = replace(
         transfer,
+        relinked=(*transfer.relinked, attempt.peer) if is_to_relink else transfer.relinked,
         phase=DecodePhase.CANCELLING,
         ending=ending,
         drain_by_s=now + limits.drain_s,
@@ -71,7 +76,7 @@ def _go_on(transfer: DecodeTransfer) -> Outcome:
         return end(transfer, DecodePhase.CANCELLED)
     if ending.kind is EndingKind.FAIL:
         return end(transfer, DecodePhase.FAILED, on.ReportFailure(ending.error))
-    if transfer.num_asked == len(transfer.request.candidates):
+    if not transfer.has_candidate:
         return fall_back(transfer, ending.error)
     given_back = _give_back(transfer)
     transfer = replace(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cluster.errors import KvLinkBroken
 from kv_transfer import decode_events as on
 from kv_transfer.decode_ending import retire, retry
 from kv_transfer.decode_state import DecodePhase, DecodeTransfer, Ending, EndingKind, Outcome
@@ -48,7 +49,8 @@ def landed(transfer: DecodeTransfer, event: on.FramesLanded, now: float) -> Outc
 
 def committed(transfer: DecodeTransfer, event: on.RankCommitted, now: float) -> Outcome:
     if event.failure is not None:
-        return retire(transfer, Ending(EndingKind.RETRY, event.failure), now)
+        is_link = isinstance(event.failure, KvLinkBroken)  # what was computed is right, and so is what has verified
+        return retire(transfer, Ending(EndingKind.RETRY, event.failure, may_salvage=is_link), now)
     attempt = transfer.live_attempt
     if event.rank in dict(attempt.committed_frames) or event.num_resends != attempt.num_resends:
         return transfer, ()

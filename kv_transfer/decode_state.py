@@ -64,7 +64,7 @@ class TransferRequest:
     """What stays the same over all attempts."""
 
     transfer_id: TransferId
-    candidates: tuple[PeerRef, ...]  # in order of preference, each is asked once
+    candidates: tuple[PeerRef, ...]  # in order of preference, each is asked once, and once more if its link breaks
     allow_local_prefill: bool
     deadline_s: float  # on the caller's clock
     credit_bytes: int  # how much P may send ahead of what has landed: our Hello's limit at most
@@ -138,6 +138,7 @@ class DecodeTransfer:
     phase: DecodePhase = DecodePhase.NEW
     epoch: int = 0
     num_asked: int = 0  # candidates
+    relinked: tuple[PeerRef, ...] = ()  # to be asked once more, over a new link, after all others
     connect_by_s: float = 0.0
     matched: tuple[BlockRef, ...] = ()
     destination: tuple[BlockRef, ...] = ()
@@ -154,7 +155,11 @@ class DecodeTransfer:
 
     @property
     def candidate(self) -> PeerRef:
-        return self.request.candidates[self.num_asked]
+        return (*self.request.candidates, *self.relinked)[self.num_asked]
+
+    @property
+    def has_candidate(self) -> bool:
+        return self.num_asked < len(self.request.candidates) + len(self.relinked)
 
     @property
     def live_attempt(self) -> Attempt:

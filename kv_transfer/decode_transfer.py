@@ -98,7 +98,7 @@ def _reservation_refused(transfer: DecodeTransfer, event: on.ReservationRefused,
 
 def _connect(transfer: DecodeTransfer, now: float) -> Outcome:
     """Turns to the next candidate; the blocks that we hold are good for it."""
-    if transfer.num_asked == len(transfer.request.candidates):
+    if not transfer.has_candidate:
         return ending.fall_back(transfer, transfer.last_error or NoWorkersAvailable("no prefill worker was left"))
     connect_by_s = now + transfer.request.limits.connect_s
     transfer = replace(transfer, phase=DecodePhase.RESERVED, attempt=None, ending=None, connect_by_s=connect_by_s)

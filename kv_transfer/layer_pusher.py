@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cluster.errors import KvTransferFailed
+from cluster.errors import KvLinkBroken, KvTransferFailed
 from cluster.identity import BlockRef, TransferId
 from kv_transfer.coverage import CellCoverage, CellRange
 from kv_transfer.frame import root_digest
@@ -380,6 +380,7 @@ class LayerPusher:
     def _fail_all(self, error: KvTransferFailed) -> None:
         """The connection is closed for every session: nothing that was posted on it can still be read or written."""
         is_news = self._failure is None
+        error = KvLinkBroken(error.message, stage=error.stage)
         self._failure = error
         self._sender.close()
         for session in self._live:

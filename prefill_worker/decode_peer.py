@@ -16,7 +16,7 @@ from typing import Protocol
 
 from tandem.v1 import handoff_pb2, worker_pb2
 
-from cluster.errors import TandemError, WorkerUnavailable, shown, to_failure
+from cluster.errors import KvLinkBroken, TandemError, WorkerUnavailable, shown, to_failure
 from cluster.identity import Incarnation, WorkerId
 from kv_transfer.layer_pusher import LayerPusher
 from kv_transfer.transfer_ref import TransferRef
@@ -87,7 +87,7 @@ class DecodePeer:
         self._outgoing: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._last_heard = clock()
         self._loop = asyncio.get_running_loop()
-        self._hang_up_reason: asyncio.Future[str] = self._loop.create_future()
+        self._hung_up: asyncio.Future[TandemError] = self._loop.create_future()
         self.pusher.tell_when_broken(self._link_broke)
 
     # --- its stream ---------------------------------------------------------------------------------------------------
@@ -125,9 +125,9 @@ class DecodePeer:
             if silent_s >= allowed_s:
                 raise WorkerUnavailable(f"decode worker {self.worker_id} was silent for {silent_s:.1f} s")
             # The first flow of an idle peer shortens what is allowed: to wait for longer would be to miss that.
-            done, _ = await asyncio.wait((self._hang_up_reason,), timeout=min(allowed_s - silent_s, max_silence_s))
+            done, _ = await asyncio.wait((self._hung_up,), timeout=min(allowed_s - silent_s, max_silence_s))
             if done:
-                raise WorkerUnavailable(self._hang_up_reason.result())
+                raise self._hung_up.result()
 
     def status(self) -> worker_pb2.PeerStatus:
         return worker_pb2.PeerStatus(
@@ -140,13 +140,16 @@ class DecodePeer:
         )
 
     def hang_up(self, reason: str) -> None:
-        if not self._hang_up_reason.done():
-            self._hang_up_reason.set_result(reason)
+        self._hang_up(WorkerUnavailable(reason))
+
+    def _hang_up(self, error: TandemError) -> None:
+        if not self._hung_up.done():
+            self._hung_up.set_result(error)
 
     def _link_broke(self, error: TandemError) -> None:
         """On the sending thread. A peer without its link serves nobody: a new stream brings a new link."""
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self.hang_up, f"its link broke: {error.message}")
+            self._loop.call_soon_threadsafe(self._hang_up, KvLinkBroken(f"its link broke: {error.message}"))
 
     async def close(self) -> None:
         """The peer is gone: every attempt of it ends now and gives its blocks back. A posted operation that would not

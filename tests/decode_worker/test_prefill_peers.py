@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from tandem.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, membership_pb2, worker_pb2
 
-from cluster.errors import WorkerUnavailable
+from cluster.errors import TandemError, WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId, new_transfer_id
 from cluster.membership_state import ChangeKind, MembershipChange
 from decode_worker import prefill_peer
@@ -114,7 +114,7 @@ class Ear:
     def __init__(self) -> None:
         self.messages: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue()
         self.listings: list[bool] = []
-        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.gone: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
 
     def on_message(self, message: handoff_pb2.PrefillToDecode) -> None:
         self.messages.put_nowait(message)
@@ -122,8 +122,8 @@ class Ear:
     def listed(self, ref: TransferRef, is_listed: bool) -> None:
         self.listings.append(is_listed)
 
-    def peer_gone(self, reason: str) -> None:
-        self.gone.set_result(reason)
+    def peer_gone(self, error: TandemError) -> None:
+        self.gone.set_result(error)
 
 
 @pytest.fixture
@@ -254,8 +254,26 @@ async def test_f04_an_error_of_ours_breaks_the_connection_and_not_the_peer_for_e
         ear = Ear()
         peer.register(TransferRef(new_transfer_id(), 1), ear)
         async with asyncio.timeout(WAIT_S):
-            assert "InvalidStateError" in await ear.gone
+            assert "InvalidStateError" in (await ear.gone).message
         await until(lambda: prefill.num_hellos == 2 and peer.state is PeerState.READY)
+    finally:
+        await peers.close()
+
+
+async def test_kv29_answers_to_pings_from_before_an_attempt_say_nothing_of_it(
+    prefill: ScriptedPrefill, address: str
+) -> None:
+    """A peer that was busy for seconds answers all of them before it reads that it was asked for anything."""
+    timing = PeerTiming(ping_interval_s=3600.0, min_backoff_s=0.01)
+    peers = PrefillPeers(grpc.aio.insecure_channel, PlainHandshake(), worker_pb2.LoadReport, timing)
+    try:
+        peer, ear = await connected(peers, address), Ear()
+        peer._num_pings = 7
+        peer.register(TransferRef(new_transfer_id(), 1), ear)
+        for number in (6, 7, 8):
+            prefill.send(handoff_pb2.PrefillToDecode(pong=handoff_pb2.Pong(number=number, incarnation="p1")))
+        await until(lambda: bool(ear.listings))
+        assert ear.listings == [False]
     finally:
         await peers.close()
 
@@ -268,7 +286,7 @@ async def test_silent_peer_is_dead_after_three_pings(
     peer.register(TransferRef(new_transfer_id(), 1), ear)
     prefill.answers_pings = False
     async with asyncio.timeout(WAIT_S):
-        assert "3 pings were not answered" in await ear.gone
+        assert "3 pings were not answered" in (await ear.gone).message
 
 
 @pytest.mark.usefixtures("patience")

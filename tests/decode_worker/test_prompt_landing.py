@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from tandem.v1 import common_pb2, handoff_pb2, worker_pb2
 
-from cluster.errors import EngineFailure, KvTransferFailed, WorkerUnavailable, to_failure
+from cluster.errors import EngineFailure, KvLinkBroken, KvTransferFailed, WorkerUnavailable, to_failure
 from cluster.fallbacks import Fallbacks
 from cluster.identity import Incarnation, WorkerId
 from cluster.sampling_params import SamplingParams
@@ -333,7 +333,7 @@ async def test_f01_dead_peer_leaves_the_verified_prefix_to_the_next(desk: Desk) 
     for block in (0, 1, 3):
         desk.peer.frame(first, block)
     await asyncio.sleep(0)
-    desk.peer.listeners[first].peer_gone("killed")
+    desk.peer.listeners[first].peer_gone(WorkerUnavailable("killed"))
     second = await desk.asked(2)
     asked = desk.peer.sent[-1].prefill
     assert (asked.have_tokens, len(asked.destination)) == (2 * LAYOUT.block_tokens, NUM_PROMPT_BLOCKS - 2)
@@ -349,11 +349,42 @@ async def test_f01_dead_peer_leaves_the_verified_prefix_to_the_next(desk: Desk) 
 async def test_f07_nobody_left_is_local_prefill_where_allowed(desk: Desk) -> None:
     task, ref = await desk.ask(allow_local_prefill=True)
     desk.peer.is_broken = True
-    desk.peer.listeners[ref].peer_gone("killed")
+    desk.peer.listeners[ref].peer_gone(WorkerUnavailable("killed"))
     assert await asyncio.wait_for(task, WAIT_S) is None
     assert desk.landing is not None
     assert desk.landing.local_reason is not None
     assert "killed" in desk.landing.local_reason.message
+
+
+async def test_kv39_a_broken_link_is_made_anew_and_the_same_worker_asked_for_the_rest(desk: Desk) -> None:
+    task, first = await desk.ask()
+    desk.peer.accept(first)
+    for block in range(2):
+        desk.peer.frame(first, block)
+    link = desk.peer.link
+    desk.peer.commit(first, to_failure(KvLinkBroken("connection reset")))
+    second = await desk.asked(2)
+    assert desk.peer.hung_up == [link]
+    asked = desk.peer.sent[-1].prefill
+    assert (asked.have_tokens, len(asked.destination)) == (2 * LAYOUT.block_tokens, NUM_PROMPT_BLOCKS - 2)
+    desk.peer.accept(second)
+    for block in range(2, NUM_PROMPT_BLOCKS):
+        assert desk.peer.frame(second, block)
+    desk.peer.commit(second)
+    result = await landed(task)
+    assert_holds(desk.memory, result.prompt.blocks[:NUM_PROMPT_BLOCKS], PROMPT)
+    take(desk, result)
+
+
+async def test_kv39_a_link_that_breaks_again_is_not_tried_for_ever(desk: Desk) -> None:
+    task, ref = await desk.ask()
+    for epoch in (1, 2):
+        desk.peer.accept(ref)
+        desk.peer.listeners[ref].peer_gone(KvLinkBroken(f"broken {epoch} times"))
+        if epoch == 1:
+            ref = await desk.asked(2)
+    with pytest.raises(KvLinkBroken, match="broken 2 times"):
+        await landed(task)
 
 
 async def test_kv_of_a_failed_commit_is_not_kept(desk: Desk) -> None:
@@ -393,7 +424,7 @@ async def test_kv4_kv62_blocks_of_a_writer_that_does_not_end_stay_out_of_use_unt
     first = desk.peer.link
     assert first is not None
     desk.peer.link = PeerLink(Incarnation("p2"), "shm", "", 1.0, asyncio.Event())
-    desk.peer.listeners[ref].peer_gone("silent")
+    desk.peer.listeners[ref].peer_gone(WorkerUnavailable("silent"))
     second = await desk.asked(2)
     await until(lambda: desk.peer.hung_up == [first], "the first session is broken")
     assert desk.pool.census().quarantined == NUM_PROMPT_BLOCKS

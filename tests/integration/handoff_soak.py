@@ -23,7 +23,7 @@ from tandem.v1 import common_pb2
 
 from cluster.free_port import free_port
 from tests.integration.mock_tokens import VOCAB_SIZE, expected_tokens
-from tests.integration.oracle_worker import cue_path, wrong_path
+from tests.integration.oracle_worker import BREAK, cue_path, wrong_path
 from tests.integration.worker_processes import Answer, Router, WorkerFleet, WorkerProcess, all_blocks_are_back
 
 MODULE = "tests.integration.oracle_worker"
@@ -198,6 +198,27 @@ class HandoffSoak:
         await self.restart(self.victim)
         await self.all_is_back("salvage")
         return int(answer.last.timeline.kv_bytes)
+
+    async def lose_links(self, num_rounds: int) -> None:
+        """The KV connection breaks under several prompts at once, and nobody but its worker can compute them."""
+        worker_id = self.victim.settings.worker_id
+        for number in range(num_rounds):
+            for each in self.workers:
+                await each.reset_prefix_cache()
+            state = ("computing", "sealed", "committed")[number % 3]
+            cue = cue_path(self.folder, worker_id)
+            cue.write_text(f"{state} {BREAK} entered")
+            prompts = [self._prompt(PROMPT_TOKENS // 2) for _ in range(4)]
+            async with Router(self.decode) as router:
+                answers = await asyncio.gather(
+                    *(router.generate(self._next_id(), prompt, NUM_TOKENS, [self.victim]) for prompt in prompts)
+                )
+            assert not cue.exists(), f"{state} was not reached"
+            for answer, prompt in zip(answers, prompts, strict=True):
+                assert answer.token_ids == expected_tokens(prompt, NUM_TOKENS), (state, answer, self.victim.log())
+                self.outcomes["right"] += 1
+                self.outcomes["asked again"] += answer.last.timeline.attempts > 1
+            await self.all_is_back(f"link broken at {state}")
 
     async def ask_many(self, num_requests: int, num_choices: int) -> None:
         """Short prompts, each asked for by several choices at once, which end in any order."""

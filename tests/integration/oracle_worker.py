@@ -5,7 +5,8 @@ A mock worker (real processes, scheduler, pool, handoff and transports; time fro
     oracle    each step writes KV whose every element is a function of (token, layer, head, position); freed blocks are
               poisoned; a landed prompt is compared with the oracle before the engine may use it
     cue       a file `<worker id>.cue` in the runtime folder, "receiving SIGKILL entered": when a transfer gets into
-              that state, before (`entered`) or after (`acted`) its actions, the process signals itself
+              that state, before (`entered`) or after (`acted`) its actions, the process signals itself; of a prefill
+              worker with `BREAK` for a signal, its KV connections break instead
     ledger    `<worker id>.wrong` is written when a landed block holds anything else than the oracle says
 """
 
@@ -39,6 +40,7 @@ from prefill_worker.prefill_node import PrefillNode
 
 Words: TypeAlias = npt.NDArray[np.uint16]
 PROGRAM: Final = "oracle_worker"
+BREAK: Final = "BREAK"
 
 
 def cue_path(folder: Path, worker_id: str) -> Path:
@@ -139,6 +141,7 @@ class Cue:
     def __init__(self, path: Path, apply: Callable[..., tuple[Any, Any]]) -> None:
         self._path = path
         self._apply = apply
+        self.break_links: Callable[[], None] = lambda: None
 
     def apply(self, transfer: Any, event: Any, now: float) -> tuple[Any, Any]:
         after, actions = self._apply(transfer, event, now)
@@ -146,7 +149,9 @@ class Cue:
             phase, name, moment = self._path.read_text().split()
             if phase == after.phase.value:
                 self._path.unlink()
-                if moment == "entered":
+                if name == BREAK:
+                    self.break_links()
+                elif moment == "entered":
                     os.kill(os.getpid(), signal.Signals[name])
                 else:
                     asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.Signals[name])
@@ -159,8 +164,16 @@ async def build(context: WorkerContext) -> WorkerNode:
     with_oracle(context, parts)
     path = cue_path(settings.runtime_dir, settings.worker_id)
     if settings.role == "prefill":
-        prefill_flow.apply = Cue(path, prefill_flow.apply).apply  # type: ignore[attr-defined]
-        return PrefillNode(context, parts, Fallbacks())
+        cue = Cue(path, prefill_flow.apply)  # type: ignore[attr-defined]
+        prefill_flow.apply = cue.apply  # type: ignore[attr-defined]
+        node = PrefillNode(context, parts, Fallbacks())
+
+        def break_links() -> None:
+            for peer in node._service.connected.values():
+                peer.pusher.destroy()
+
+        cue.break_links = break_links
+        return node
     prompt_landing.apply = Cue(path, prompt_landing.apply).apply  # type: ignore[attr-defined]
     return DecodeNode(context, parts, Fallbacks())
 

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.model, pytest.mark.cluster, pytest.mark.timeout(1800)]
 IS_FULL = os.environ.get("TANDEM_HANDOFF_SOAK") == "full"
 TRANSPORTS = tuple(SENDERS) if IS_FULL else ("shm",)
 NUM_CANCELS = 500 if IS_FULL else 60
+NUM_LOST_LINKS = 12 if IS_FULL else 3
 NUM_RESTARTS = 20 if IS_FULL else 3
 NUM_SHORT_REQUESTS = 2500 if IS_FULL else 40
 
@@ -91,3 +92,8 @@ async def test_f01_kv24_the_verified_prefix_outlives_its_sender_and_only_the_res
 
 async def test_kv29_kv48_kv52_choices_and_short_requests_never_meet(soak: HandoffSoak) -> None:
     await soak.ask_many(NUM_SHORT_REQUESTS, num_choices=4)
+
+
+async def test_kv39_a_link_that_breaks_is_opened_again_and_no_request_fails(soak: HandoffSoak) -> None:
+    await soak.lose_links(NUM_LOST_LINKS)
+    assert soak.outcomes["asked again"] > 0, soak.outcomes

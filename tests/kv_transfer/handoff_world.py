@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.errors import KvTransferFailed, ServerOverloaded, TandemError, WorkerUnavailable
+from cluster.errors import KvLinkBroken, KvTransferFailed, ServerOverloaded, TandemError, WorkerUnavailable
 from cluster.identity import BlockId, BlockRef, Incarnation, TransferId, WorkerId
 from kv_transfer import decode_events as d
 from kv_transfer import decode_transfer, prefill_transfer
@@ -625,7 +625,8 @@ class World:
         for side in list(self.decodes.values()):
             attempt = side.machine.attempt
             if attempt is not None and attempt.peer == gone:
-                self.tell(side, d.LinkFailed(attempt.ref, KvTransferFailed("the endpoint was destroyed")))
+                self.tell(side, d.LinkFailed(attempt.ref, KvLinkBroken("the endpoint was destroyed")))
+                self.counts["relinked"] += bool(side.machine.relinked)
         for peer in self.peers:
             if peer.ref == gone and peer.is_alive:
                 for prefill in list(peer.attempts.values()):

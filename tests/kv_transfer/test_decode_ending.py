@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import ServerOverloaded
+from cluster.errors import KvLinkBroken, ServerOverloaded
 from kv_transfer import decode_events as on
 from kv_transfer.decode_state import DecodePhase
 from tests.kv_transfer.transfer_side import FENCED, GONE, PEERS, Side, blocks, kinds
@@ -19,6 +19,18 @@ def test_a_reject_asks_the_next_worker_with_the_same_blocks_and_a_new_epoch() ->
     assert isinstance(asked[1], on.SendPrefill)
     assert asked[1].destination == blocks(2, 5)
     assert side.ref.epoch == 2
+
+
+def test_a_worker_whose_link_broke_is_asked_once_more_after_all_others() -> None:
+    side, asked = Side(allow_local_prefill=True).request(), [PEERS[0]]
+    for peer in (PEERS[1], PEERS[0], PEERS[1]):
+        side.tell(on.LinkFailed(side.ref, KvLinkBroken("reset")), on.FenceClosed(side.ref, 1))
+        side.reserve()
+        asked.append(side.machine.candidate)
+        side.tell(on.PeerReady(peer, FENCED))
+    assert asked == [PEERS[0], PEERS[1], PEERS[0], PEERS[1]]
+    side.tell(on.LinkFailed(side.ref, KvLinkBroken("reset")))
+    assert kinds(side.tell(on.FenceClosed(side.ref)))[-1] == "PrefillLocally"
 
 
 @pytest.mark.parametrize("is_local", [True, False])

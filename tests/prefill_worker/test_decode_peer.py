@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from tandem.v1 import handoff_pb2, worker_pb2
 
-from cluster.errors import KvTransferFailed, WorkerUnavailable
+from cluster.errors import KvLinkBroken, KvTransferFailed, WorkerUnavailable
 from cluster.identity import Incarnation, TransferId, WorkerId
 from engine.kv_memory import KvMemory
 from kv_transfer.layer_groups import LinkCosts
@@ -65,7 +65,7 @@ async def test_kv39_a_broken_link_ends_the_stream_so_that_both_come_back_with_a_
     session = pusher.open(PushRequest(TRANSFER, 1, LAYOUT.block_tokens, 0, outcome.callbacks()))  # type: ignore[arg-type]
     session.blocks_allocated(refs(0), LAYOUT.block_tokens)
     async with asyncio.timeout(60):
-        with pytest.raises(WorkerUnavailable, match="its link broke: connection reset"):
+        with pytest.raises(KvLinkBroken, match="its link broke: connection reset"):
             await peer.watch_silence(60, 60)
         await peer.close()
     memory.close()

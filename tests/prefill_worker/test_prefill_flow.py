@@ -286,7 +286,7 @@ async def test_broken_link_is_a_failed_commit(desk: Desk) -> None:
     desk.start()
     desk.engine.run()
     failure = (await desk.hear("commit")).commit.failure
-    assert (failure.code, failure.retryable) == ("kv_transfer_failed", True)
+    assert (failure.code, failure.retryable) == ("kv_link_broken", True)
     await desk.ended()
 
 
