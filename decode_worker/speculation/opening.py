@@ -21,6 +21,7 @@ from engine.runner_factory import BuiltRunner
 
 logger = logging.getLogger(__name__)
 
+AUTO = "auto"
 AUTO_LOOK_UP = "ngram"
 
 
@@ -39,8 +40,16 @@ def open_speculator(settings: WorkerSettings, built: BuiltRunner) -> DraftingSpe
     measured = {"rows": costs.rows, "step_ms": costs.step_ms, "guess_ms": draft_ms}
     logger.info("step costs measured", extra=measured)
     return DraftingSpeculator(
-        drafters, default_way, settings.num_drafts, costs, draft_ms, verifies_trees=built.runner.verifies_trees
+        drafters, default_way, settings.num_drafts, costs, draft_ms, verifies_trees=_verifies_trees(settings, built)
     )
+
+
+def _verifies_trees(settings: WorkerSettings, built: BuiltRunner) -> bool:
+    """`auto` changes no bit of what is computed: rows of a chain have the sums that decoding one by one has. Behind a
+    sibling a row sums its keys in another order, which 16 bits show at near ties; whoever names a drafter gets trees.
+    """
+    is_wide = built.memory.layout.dtype == "float32"
+    return built.runner.verifies_trees and (is_wide or settings.speculation != AUTO)
 
 
 def _open_drafters(

@@ -250,16 +250,24 @@ class Listener:
 class Bench:
     """One engine on the small model. Use as a context manager: every block must be back at the end."""
 
-    def __init__(self, way: Way, grammars: GrammarCompiler, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        way: Way,
+        grammars: GrammarCompiler,
+        *,
+        deadline_s: float = DEADLINE_S,
+        dtype: str = "float32",
+        verifies_trees: bool = True,
+    ) -> None:
         num_blocks = 200 if way.memory == "enough" else 26
-        self.memory = poisoned_memory(MODEL, dtype="float32", num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
-        self.runner = NativeRunner(MODEL, WEIGHTS, self.memory, dtype="float32")
+        self.memory = poisoned_memory(MODEL, dtype=dtype, num_blocks=num_blocks, block_tokens=BLOCK_TOKENS)
+        self.runner = NativeRunner(MODEL, WEIGHTS, self.memory, dtype=dtype)
         self.pool = BlockPool(num_blocks, BLOCK_TOKENS, "small", on_block_freed=self.memory.poison)
         self.speculator = None
         if way.drafter != "off":
             names = CASCADE if way.drafter == "cascade" else (way.drafter,)
             drafters = {name: make_drafter(name) for name in names}
-            self.speculator = DraftingSpeculator(drafters, names, NUM_DRAFTS, None)
+            self.speculator = DraftingSpeculator(drafters, names, NUM_DRAFTS, None, verifies_trees=verifies_trees)
         limits = EngineLimits(
             max_model_len=128, max_sequences=way.at_once, max_batch_tokens=64, long_prefill_token_threshold=way.chunk
         )
@@ -420,6 +428,22 @@ def test_tokens_are_the_models_own(way: Way, grammars: GrammarCompiler, alone: l
     if way.memory != "enough" and way.at_once == 8 and way.prompt == "here" and way.chunk > 1:
         assert counters["preemptions"] > 0
         assert (counters.get("preemptions_swapped", 0) > 0) == (way.memory == "swap")
+
+
+def test_chains_in_bfloat16_change_no_bit(grammars: GrammarCompiler) -> None:
+    """What `auto` verifies in 16 bits: tokens, ends and log-probabilities are those of plain decoding, exactly."""
+    given: list[list[Said]] = []
+    for drafter in ("off", "cascade", "bushy", "junk"):
+        way = Way(drafter, 8, 16, "here", "enough", "cold")
+        with Bench(way, grammars, dtype="bfloat16", verifies_trees=False) as bench:
+            for index in range(len(REQUESTS)):
+                bench.submit("r", index)
+            given.append([told(bench.outputs("r", index)) for index in range(len(REQUESTS))])
+            if bench.speculator is not None:
+                assert bench.speculator.counters()["speculation_drafts_proposed"] > 100
+    assert given[1] == given[0]
+    assert given[2] == given[0]
+    assert given[3] == given[0]
 
 
 def test_s32_nothing_of_a_drafter_travels_with_a_prompt(grammars: GrammarCompiler, alone: list[Said]) -> None:

@@ -210,6 +210,20 @@ def test_a_worker_opens_it_by_name_and_auto_takes_it_beside_the_look_up(
         built.memory.close()
 
 
+@pytest.mark.parametrize(
+    ("mode", "dtype", "verifies_trees"),
+    [("auto", "bfloat16", False), ("auto", "float32", True), ("mtp", "bfloat16", True)],
+)
+def test_auto_verifies_chains_in_16_bits(mode: str, dtype: str, verifies_trees: bool, tmp_path: Path) -> None:
+    checkpoint = save_mtp_checkpoint("mimo", tmp_path / "model")
+    settings = settings_for(checkpoint.directory, speculation=mode, backend="torch").model_copy(update={"dtype": dtype})
+    built = build_runner(settings)
+    speculator = open_speculator(settings, built)
+    assert speculator is not None
+    assert speculator._verifies_trees == verifies_trees
+    built.memory.close()
+
+
 def test_the_target_does_not_know_the_block(checkpoint: MtpCheckpoint, tmp_path: Path) -> None:
     """Same names, same fingerprint: its KV may be shared with that of the checkpoint without the block."""
     weights = open_weights(checkpoint.directory)
