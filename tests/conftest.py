@@ -9,6 +9,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests never look beyond this machine for a model: `make test` has fetched it.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Nor do they ask a proxy for their own servers, where this machine has one for the world.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 # Without a GPU, Triton's kernels run in its interpreter. Its own library is made for one or the other when it is first
 # imported, whoever does that, so it is chosen here. (No torch yet: it would start its threads.)
 if not Path("/dev/nvidiactl").exists():

@@ -104,7 +104,7 @@ def test_models_and_what_is_not_offered(client: openai.OpenAI) -> None:
 
 
 def test_tokenize_and_detokenize(cluster: RunningCluster, client: openai.OpenAI) -> None:
-    with httpx.Client(base_url=cluster.url, trust_env=False) as http:
+    with httpx.Client(base_url=cluster.url, trust_env=False, timeout=60) as http:
         tokens = http.post("/tokenize", json={"prompt": "Grüße, 世界 🌍"}).json()["tokens"]
         assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "Grüße, 世界 🌍"
         chat = http.post("/tokenize", json={"messages": CHAT["messages"]}).json()
@@ -136,5 +136,7 @@ def test_a_drafter_that_does_not_run_there_is_refused(client: openai.OpenAI) -> 
 
 def _tokenize(client: openai.OpenAI, text: str) -> list[int]:
     url = str(client.base_url).removesuffix("/v1/")
-    tokens: list[int] = httpx.post(f"{url}/tokenize", json={"prompt": text}, trust_env=False).json()["tokens"]
+    tokens: list[int] = httpx.post(f"{url}/tokenize", json={"prompt": text}, trust_env=False, timeout=60).json()[
+        "tokens"
+    ]
     return tokens

@@ -95,7 +95,7 @@ async def test_f06_a_second_cancel_while_the_link_is_being_closed_does_not_stop_
     with pytest.raises(asyncio.CancelledError):
         await handler
     peers.peer.may_close.set()
-    await asyncio.wait_for(service.close(), 5)
+    await asyncio.wait_for(service.close(), 60)
     assert peers.peer.is_closed
     assert not service.connected
 
@@ -109,8 +109,8 @@ async def test_a_link_that_is_opened_for_a_stream_that_has_ended_is_closed(peers
         await handler
     peers.may_open.set()
     peers.peer.may_close.set()
-    await asyncio.wait_for(peers.peer.is_closing.wait(), 5)
-    await asyncio.wait_for(service.close(), 5)
+    await asyncio.wait_for(peers.peer.is_closing.wait(), 60)
+    await asyncio.wait_for(service.close(), 60)
     assert peers.peer.is_closed
 
 

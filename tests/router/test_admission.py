@@ -69,7 +69,7 @@ async def test_two_go_ahead_the_third_waits_and_its_explanation_says_how_long(
     full: tuple[RunningRouter, Gated],
 ) -> None:
     router, gated = full
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         first, second = ask(http), ask(http)
         await gated.has_begun(2)
         third = ask(http)
@@ -96,7 +96,7 @@ async def test_two_go_ahead_the_third_waits_and_its_explanation_says_how_long(
 
 async def test_a_critical_request_passes_those_that_came_before_it(full: tuple[RunningRouter, Gated]) -> None:
     router, gated = full
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         asked = [ask(http), ask(http)]
         await gated.has_begun(2)
         for waiting, (prompt, priority) in enumerate((("low", 5), ("normal", 0), ("high", -5)), 1):
@@ -110,7 +110,7 @@ async def test_a_critical_request_passes_those_that_came_before_it(full: tuple[R
 
 async def test_f17_a_client_that_leaves_while_it_waits_leaves_nothing_behind(full: tuple[RunningRouter, Gated]) -> None:
     router, gated = full
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         asked = [ask(http), ask(http)]
         await gated.has_begun(2)
         leaving = ask(http, "leaving")
@@ -128,7 +128,7 @@ async def test_f39_a_deadline_that_passes_in_the_queue_is_a_504_and_reaches_no_w
     full: tuple[RunningRouter, Gated],
 ) -> None:
     router, gated = full
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         asked = [ask(http), ask(http)]
         await gated.has_begun(2)
         late = await ask(http, "late", headers={"x-request-timeout-ms": "150"})
@@ -143,7 +143,7 @@ async def test_a_first_token_that_would_come_too_late_is_refused_at_once_unless_
 ) -> None:
     router = await start_router(**LITTLE_ROOM, ttft_slo_ms=1000, prefill_prior_ms=(0, 10, 0))
     gated = Gated(await router.add_worker(router.new_worker("decode-0")))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         asked = [ask(http, "a" * 70), ask(http, "b" * 70)]  # 1,400 ms of prefill
         await gated.has_begun(2)
         sheddable = await ask(http, priority=1)
@@ -171,7 +171,7 @@ async def test_a_first_token_that_would_come_too_late_is_refused_at_once_unless_
 async def test_an_idle_cluster_refuses_nobody_however_long_the_prompt(start_router: StartRouter) -> None:
     router = await start_router(**LITTLE_ROOM, ttft_slo_ms=10, prefill_prior_ms=(0, 1000, 0))
     await router.add_worker(router.new_worker("decode-0"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         assert (await ask(http, "a" * 100, priority=1)).status_code == 200
 
 
@@ -187,7 +187,7 @@ def bearer(name: str) -> dict[str, str]:
 async def test_f16_tenant_limits_are_a_429_with_retry_after_on_http_and_grpc(start_router: StartRouter) -> None:
     router = await start_router(keys=keys_of(alice=TenantLimit(requests_per_s=0.5), bob=TenantLimit()))
     await router.add_worker(router.new_worker("decode-0"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         assert (await ask(http, headers=bearer("alice"))).status_code == 200
         refused = await ask(http, headers=bearer("alice"))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
@@ -210,7 +210,7 @@ async def test_f32_a_flood_from_one_key_leaves_the_polite_one_served(start_route
         keys=keys_of(flood=TenantLimit(), polite=TenantLimit()),
     )
     gated = Gated(await router.add_worker(router.new_worker("decode-0")))
-    async with httpx.AsyncClient(base_url=router.url, limits=httpx.Limits(max_connections=200)) as http:
+    async with httpx.AsyncClient(base_url=router.url, limits=httpx.Limits(max_connections=200), timeout=60) as http:
         flood = [ask(http, "flood", headers=bearer("flood")) for _ in range(100)]
         await gated.has_begun(2)
         await router.until(lambda: router.core.service.admission.num_waiting == 30)
@@ -231,7 +231,7 @@ async def test_only_a_tenant_that_may_is_critical(start_router: StartRouter) -> 
         **LITTLE_ROOM, keys=keys_of(plain=TenantLimit(), important=TenantLimit(may_be_critical=True))
     )
     gated = Gated(await router.add_worker(router.new_worker("decode-0")))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         asked = [ask(http, headers=bearer("plain")) for _ in range(2)]
         await gated.has_begun(2)
         for waiting, name in enumerate(("plain", "important"), 1):
@@ -247,7 +247,7 @@ async def test_f08_who_waits_when_the_last_worker_dies_begins_when_one_is_back(
     full: tuple[RunningRouter, Gated],
 ) -> None:
     router, gated = full
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         asked = [ask(http), ask(http)]
         await gated.has_begun(2)
         asked.append(ask(http, "waiting"))
@@ -265,7 +265,7 @@ async def test_rt63_a_worker_that_keeps_failing_is_not_asked_for_a_while(start_r
     bad = await router.add_worker(router.new_worker("decode-0"))
     bad.refuse = lambda _: common_pb2.Failure(code="worker_unavailable", message="no", retryable=True, stage="decode")
     await router.add_worker(router.new_worker("decode-1"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         for _ in range(20):
             assert (await ask(http)).status_code == 200
         assert len(bad.submits) == 3

@@ -107,7 +107,7 @@ async def test_s_b67_rt64_a_worker_without_events_is_a_gauge_and_an_error(role: 
     assert view is not None
 
     async def silent_workers() -> str:
-        async with httpx.AsyncClient(base_url=router.url) as http:
+        async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
             body = {"model": MODEL, "prompt": list(range(200)), "max_tokens": 1}
             assert (await http.post("/v1/completions", json=body)).status_code == 200
             metrics = (await http.get("/metrics")).text
@@ -277,7 +277,7 @@ async def test_the_live_router_sends_a_prompt_where_its_prefix_is(start_router: 
     view = router.core.cache_view
     assert view is not None
     body = {"model": MODEL, "prompt": list(range(200)), "max_tokens": 1}
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         assert (await http.post("/v1/completions", json=body)).status_code == 200
         (home,) = [worker for worker in workers if worker.submits]
         for _ in range(4):
@@ -310,7 +310,7 @@ def _event_of(worker: ScriptedWorker, home: ScriptedWorker) -> membership_pb2.Kv
 async def test_s_b41_another_tenants_prefix_is_no_match(start_router: StartRouter) -> None:
     router = await start_router(policy="cache_aware")
     await router.add_worker(router.new_worker("both-a", "aggregated"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         for salt in ("x", "y"):
             body = {"model": MODEL, "prompt": list(range(200)), "max_tokens": 1, "cache_salt": salt}
             await http.post("/v1/completions", json=body)

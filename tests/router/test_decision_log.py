@@ -35,7 +35,7 @@ async def test_a_move_shows_in_the_explanation(start_router: StartRouter) -> Non
     router = await start_router()
     workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "ab"]
     workers[0].refuse = lambda _: common_pb2.Failure(code="kv_capacity", message="full", retryable=True)
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         ids: list[str] = []
         # Near ties fall to either; a prompt of its own each time, for who has seen one before gets it again.
         while len(workers[0].submits) == 0 and len(ids) < 100:

@@ -75,7 +75,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 async def test_s_b38_every_route_and_method_needs_a_key_but_the_probes(start_router: StartRouter) -> None:
     router = await start_router(keys=_keys())
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         for path in PATHS:
             for disguise in DISGUISES:
                 for method in METHODS if disguise == "{}" else ("GET", "POST"):
@@ -95,7 +95,7 @@ async def test_s_b38_every_route_and_method_needs_a_key_but_the_probes(start_rou
 async def test_s_b37_right_keys_name_their_tenant_and_wrong_ones_are_401(start_router: StartRouter) -> None:
     router = await start_router(keys=_keys())
     worker = await router.add_worker(router.new_worker("decode-a"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         for key in ("tdm-secre", "tdm-secret2", "Tdm-secret", "bob", "alice"):
             answer = await http.post("/v1/completions", json=BODY, headers={"authorization": f"Bearer {key}"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
@@ -156,7 +156,7 @@ def test_key_file_is_read_and_its_faults_are_one_line(tmp_path: Path) -> None:
 async def test_only_an_admin_key_opens_the_admin_routes(start_router: StartRouter) -> None:
     router = await start_router(keys=_keys())
     await router.add_worker(router.new_worker("decode-a"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         for method, path in (("GET", "/statusz"), ("GET", "/explain/x"), ("POST", "/workers/decode-a/drain")):
             plain = await http.request(method, path, headers={"authorization": f"Bearer {KEY}"})
             assert (plain.status_code, plain.json()["error"]["code"]) == (403, "forbidden")

@@ -75,7 +75,7 @@ async def _ask_grpc(router: RunningRouter, **fields: Any) -> Outcome:
 
 
 async def explained(router: RunningRouter, request_id: str) -> dict[str, Any]:
-    async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=60) as client:
         placement: dict[str, Any] = (await client.get(f"/explain/{request_id}")).json()["placements"][0]
     return placement
 
@@ -147,7 +147,7 @@ async def test_s_b69_without_reports_and_events_requests_go_by_what_was_booked_a
         placement = await explained(router, outcome.request_id)
         assert placement["policy"] == "cache_aware"
         assert placement["reason"].startswith(("lowest predicted time", "near tie: the less busy"))
-    async with httpx.AsyncClient(base_url=router.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=60) as client:
         metrics = (await client.get("/metrics")).text
     assert f'tandem_workers{{model="{MODEL}",role="aggregated",state="ready"}} 3.0' in metrics
 

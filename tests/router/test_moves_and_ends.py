@@ -74,7 +74,7 @@ async def test_f03_usage_and_logprobs_of_a_moved_stream_are_those_of_an_undistur
     router = await start_router()
     first, second = await _two_decode_workers(router)
     _, first.pace = _gate(5)
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         request = asyncio.create_task(http.post("/v1/completions", json={**BODY, "logprobs": 1, "prompt": "x" * 40}))
         await first.wait_for(lambda: first.num_tokens_sent >= 5)
         await router.add_worker(second)
@@ -108,7 +108,7 @@ async def test_f09_a_request_that_outlived_two_workers_is_not_given_to_a_third(s
     workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "abc"]
     for worker in workers:
         worker.die_after_tokens = 1
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         answer = await http.post("/v1/completions", json=BODY)
     assert answer.status_code == 500
     assert answer.json()["error"]["code"] == "request_poisoned"
@@ -120,7 +120,7 @@ async def test_s_b65_a_worker_that_refused_is_not_asked_again(start_router: Star
     workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "abc"]
     for worker in workers[:2]:
         worker.refuse = lambda _: common_pb2.Failure(code="kv_capacity", message="full", retryable=True)
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         answer = await http.post("/v1/completions", json=BODY)
         assert answer.status_code == 200
         assert all(len(worker.submits) <= 1 for worker in workers)
@@ -143,7 +143,7 @@ async def test_f20_workers_that_stop_in_order_cost_a_request_none_of_its_attempt
 
     for worker in workers:
         worker.refuse = refuse
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         answer = await http.post("/v1/completions", json=BODY)
     assert answer.status_code == 200
     assert len(handed_over) == 5
@@ -154,7 +154,7 @@ async def test_deterministic_refusals_of_a_worker_are_not_retried(start_router: 
     workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "ab"]
     for worker in workers:
         worker.refuse = lambda _: common_pb2.Failure(code="invalid_request", message="no such thing", param="prompt")
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         answer = await http.post("/v1/completions", json=BODY)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "prompt"
@@ -177,7 +177,7 @@ async def test_s_b75_failure_in_mid_stream_is_one_error_event_and_the_client_rai
         stream = await client.completions.create(**BODY, stream=True)
         with pytest.raises(openai.APIError):
             _ = [chunk async for chunk in stream]
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         text = (await http.post("/v1/completions", json={**BODY, "stream": True})).text
     events = text.strip().split("\n\n")
     assert "[DONE]" not in text
@@ -189,7 +189,7 @@ async def test_s_b64_f08_without_workers_the_router_lives_says_503_and_serves_on
     start_router: StartRouter,
 ) -> None:
     router = await start_router()
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         assert (await http.get("/livez")).status_code == 200
         assert (await http.get("/readyz")).status_code == 503
         answer = await http.post("/v1/completions", json=BODY)
@@ -208,7 +208,7 @@ async def test_rt35_no_ready_prefill_worker_is_a_counted_fallback_or_a_503(
 ) -> None:
     router = await start_router(prefill_fallback=fallback)
     decode = await router.add_worker(router.new_worker("decode-a"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         answer = await http.post("/v1/completions", json=BODY)
         status = (await http.get("/statusz")).json()
         if fallback == "deny":
@@ -225,7 +225,7 @@ async def test_rt35_no_ready_prefill_worker_is_a_counted_fallback_or_a_503(
 async def test_aggregated_workers_prefill_for_themselves_which_is_no_fallback(start_router: StartRouter) -> None:
     router = await start_router(prefill_fallback="deny")
     worker = await router.add_worker(router.new_worker("both", "aggregated"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
         assert (await http.get("/statusz")).json()["fallbacks"] == []
     assert not worker.submits[0].prefill
@@ -235,7 +235,7 @@ async def test_a_worker_that_left_the_membership_ends_what_it_runs(start_router:
     router = await start_router()
     worker = await router.add_worker(router.new_worker("decode-a"))
     gate, worker.pace = _gate(3)
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         request = asyncio.create_task(http.post("/v1/completions", json=BODY))
         await worker.wait_for(lambda: worker.num_tokens_sent >= 3)
         router.announce(worker, ChangeKind.LEFT)
@@ -315,7 +315,7 @@ async def test_more_requests_than_allowed_are_503_with_retry_after(start_router:
     router = await start_router(max_concurrent_requests=1)
     worker = await router.add_worker(router.new_worker("decode-a"))
     gate, worker.pace = _gate(0)
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         running = asyncio.create_task(http.post("/v1/completions", json=BODY))
         await worker.wait_for(lambda: len(worker.submits) == 1)
         refused = await http.post("/v1/completions", json=BODY)
@@ -340,7 +340,7 @@ async def test_rt27_counters_are_zero_after_every_kind_of_end(router: RunningRou
         return None
 
     worker.refuse = refuse
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         for number in range(60):
             request = asyncio.create_task(http.post("/v1/completions", json={**BODY, "n": 1 + number % 3}))
             if number % 4 == 0:

@@ -83,7 +83,7 @@ def _with_integers(value: Any) -> Any:
 
 async def test_without_workers_the_answer_is_a_documented_503(start_router: StartRouter) -> None:
     router = await start_router()
-    async with httpx.AsyncClient(base_url=router.url, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=60) as http:
         answer = await http.post("/v1/completions", json={"model": "test-model", "prompt": "a"})
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "no_workers_available"

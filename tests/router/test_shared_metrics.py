@@ -84,7 +84,7 @@ def test_one_text_alone_stays_as_it_is() -> None:
 async def test_a_router_alone_on_its_port_answers_for_itself(start_router: StartRouter) -> None:
     router = await start_router()
     await router.add_worker(router.new_worker("both", "aggregated"))
-    async with httpx.AsyncClient(base_url=router.url) as http:
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         assert (await http.post("/v1/completions", json={"model": MODEL, "prompt": "a"})).status_code == 200
         text = (await http.get("/metrics")).content
     assert value(text, "tandem_request_success_total") == 1

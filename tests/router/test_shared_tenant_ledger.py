@@ -233,7 +233,10 @@ async def test_f16_two_routers_on_one_port_hold_one_limit_and_explain_for_each_o
         await router.add_worker(router.new_worker(f"decode-{router.core.hello.router_id}"))
     body = {"model": MODEL, "prompt": "abc", "max_tokens": 2}
     try:
-        async with httpx.AsyncClient(base_url=routers[0].url) as one, httpx.AsyncClient(base_url=routers[1].url) as two:
+        async with (
+            httpx.AsyncClient(base_url=routers[0].url, timeout=60) as one,
+            httpx.AsyncClient(base_url=routers[1].url, timeout=60) as two,
+        ):
             assert (await one.post("/v1/completions", json=body, headers=bearer("alice"))).status_code == 200
             refused = await two.post("/v1/completions", json=body, headers=bearer("alice"))
             assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
