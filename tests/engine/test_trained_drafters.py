@@ -97,6 +97,36 @@ def test_tokens_are_those_without_drafts(
     assert counters["speculation_drafts_proposed"] > 20
 
 
+@pytest.mark.parametrize("make", [junk_eagle, junk_medusa])
+def test_s31_a_prompt_from_the_prefix_cache_is_guessed_for_as_the_first_time(make: Callable[[], Drafter]) -> None:
+    """They read decoded rows alone: rows that the cache spares are missed by nobody."""
+    drafter = make()
+    speculator = DraftingSpeculator({drafter.name: drafter}, (drafter.name,), 4, None)
+    memory = poisoned_memory(SMALL_LLAMA, dtype="float32", num_blocks=64, block_tokens=BLOCK_TOKENS)
+    runner = NativeRunner(SMALL_LLAMA, WEIGHTS, memory, dtype="float32")
+    limits = EngineLimits(max_model_len=128, max_sequences=2, max_batch_tokens=64)
+    executor = ModelExecutor(runner, limits, BLOCK_TOKENS, memory, tap_layers=speculator.tap_layers)
+    engine = Engine(executor, BlockPool(64, BLOCK_TOKENS, "small"), limits, speculator=speculator)
+    sink = Collector()
+    engine.start(sink)
+    prompt = np.random.default_rng(1).integers(0, SMALL_LLAMA.vocab_size, 40).tolist()
+    counts = []
+    try:
+        for name in ("cold", "warm"):
+            before = speculator.counters()
+            engine.submit(make_request(name, prompt, sampling=SamplingParams(temperature=0.0, max_tokens=40)))
+            assert not sink.end(name).error
+            counts.append({key: value - before[key] for key, value in speculator.counters().items() if key in before})
+    finally:
+        engine.stop(DEADLINE_S)
+    assert sink.of("warm")[0].cached_tokens > 30
+    assert sink.tokens("cold") == sink.tokens("warm")
+    proposed, accepted = "speculation_drafts_proposed", "speculation_drafts_accepted"
+    assert counts[0][proposed] > 20
+    assert [counts[1][key] for key in (proposed, accepted)] == [counts[0][key] for key in (proposed, accepted)]
+    runner.close()
+
+
 class RowsDrafter:
     """Guesses nothing; checks that each row's states come once, in order, beside the token that they chose."""
 
