@@ -4,10 +4,11 @@
 
 #include <new>
 
+#include "large_pages.h"
+
 namespace tandem {
 
 namespace {
-constexpr size_t kHugePage = size_t(2) << 20;
 constexpr size_t kLeastRange = size_t(32) << 20;
 // Kernels prefetch up to this far past what they read; a range ends with it so that no page fault walk is wasted.
 constexpr size_t kSlack = size_t(64) << 10;

@@ -103,15 +103,15 @@ void Decoder::reserve(int rows) {
     for (auto& part : work_.gate_up) part.resize(n * 2 * kPanelOutputs);
     work_.cos.resize(n * inverse_frequencies_.size());
     work_.sin.resize(n * inverse_frequencies_.size());
-    work_.packed.resize(packed + 64);
+    work_.packed.resize(packed);
     work_.expanded.resize((size_t)threads_.size());
-    for (auto& part : work_.expanded) part.resize(expanded + 64);
+    for (auto& part : work_.expanded) part.resize(expanded);
     const int group = spec_.num_heads / spec_.num_kv_heads;
     const size_t scratch =
         std::max(kernels_.attention_scratch_bytes(std::max(group, kMaxAttentionRows), 1, spec_.head_dim),
                  kernels_.attention_scratch_bytes(group * kMaxSharedQueries, spec_.num_kv_heads, spec_.head_dim));
     work_.attention.resize((size_t)threads_.size());
-    for (auto& part : work_.attention) part.resize(scratch + 64);
+    for (auto& part : work_.attention) part.resize(scratch);
     work_.rows = rows;
 }
 

@@ -5,6 +5,7 @@
 
 #include "arena.h"
 #include "kernel_table.h"
+#include "large_pages.h"
 #include "packing.h"
 #include "tandem_native.h"
 #include "thread_pool.h"
@@ -22,11 +23,11 @@ struct Layer {
 // Buffers of one step, float32, grown to the largest step seen. `rows` are tokens.
 struct Workspace {
     int rows = 0;
-    std::vector<float> residual, normed, qkv, attended, activated, cos, sin;
-    std::vector<std::vector<float>> gate_up;     // of each thread: a panel of gates and one of ups
-    std::vector<uint8_t> packed;                 // activations as the kernels read them
-    std::vector<std::vector<uint8_t>> expanded;  // weights of each thread, where kernels decode them into memory
-    std::vector<std::vector<uint8_t>> attention;  // scratch of each thread
+    LargeVector<float> residual, normed, qkv, attended, activated, cos, sin;
+    std::vector<LargeVector<float>> gate_up;     // of each thread: a panel of gates and one of ups
+    LargeVector<uint8_t> packed;                 // activations as the kernels read them
+    std::vector<LargeVector<uint8_t>> expanded;   // weights of each thread, where kernels decode them into memory
+    std::vector<LargeVector<uint8_t>> attention;  // scratch of each thread
     std::vector<AttentionTask> tasks;             // of one layer
     std::vector<int32_t> kept;          // the step's rows that go on after the last layer's keys and values, ascending
     std::vector<int32_t> logit_places;  // of each row whose logits are wanted: its place among the kept ones
@@ -92,7 +93,7 @@ class Decoder {
     void add_attention_tasks(const TandemStep& step, const KvLayer& kv, const QueryRun& run);
     void add_kept_runs(const TandemStep& step, const KvLayer& kv);
     void choose_kept_rows(const TandemStep& step);
-    void keep_rows(std::vector<float>& buffer, size_t stride) const;
+    void keep_rows(LargeVector<float>& buffer, size_t stride) const;
     void run_layer(const TandemStep& step, int index);
     void run_last_layer(const TandemStep& step);
     void finish_layer(const Layer& layer, int rows);

@@ -7,13 +7,6 @@
 
 namespace tandem {
 
-namespace {
-
-// The first address of a buffer (64 bytes longer than needed) where a cache line starts.
-uint8_t* aligned(std::vector<uint8_t>& buffer) { return (uint8_t*)(((size_t)buffer.data() + 63) / 64 * 64); }
-
-}  // namespace
-
 void Decoder::forward(const TandemStep& step, float* logits, size_t logits_stride, float* hidden,
                       TandemLayerCallback layer_done) {
     check_step(step);
@@ -76,12 +69,12 @@ void Decoder::multiply(const PackedMatrix& matrix, const float* x, size_t stride
 void Decoder::multiply_panels(const PackedMatrix& matrix, int first_panel, int last_panel, const float* x, size_t stride,
                               int rows, float* out, size_t out_stride, bool add) {
     const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
-    uint8_t* packed = aligned(work_.packed);
+    uint8_t* packed = work_.packed.data();
     kernel.pack(x, stride, rows, matrix.k, matrix.k_padded, packed);
     threads_.split(last_panel - first_panel, [&](int first, int last, int thread) {
         const int panel = first_panel + first;
         kernel.multiply(packed, rows, matrix, panel, first_panel + last, out + (size_t)panel * kPanelOutputs, out_stride,
-                        add, aligned(work_.expanded[(size_t)thread]));
+                        add, work_.expanded[(size_t)thread].data());
     });
 }
 
@@ -89,13 +82,13 @@ void Decoder::multiply_panels(const PackedMatrix& matrix, int first_panel, int l
 void Decoder::multiply_gated(const PackedMatrix& matrix, int rows) {
     const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
     const size_t inner_stride = (size_t)padded(spec_.intermediate_size);
-    uint8_t* packed = aligned(work_.packed);
+    uint8_t* packed = work_.packed.data();
     kernel.pack(work_.normed.data(), (size_t)spec_.hidden_size, rows, matrix.k, matrix.k_padded, packed);
     threads_.split(matrix.panels / 2, [&](int first, int last, int thread) {
         float* pair = work_.gate_up[(size_t)thread].data();
         for (int i = first; i < last; ++i) {
             kernel.multiply(packed, rows, matrix, 2 * i, 2 * i + 2, pair, 2 * kPanelOutputs, false,
-                            aligned(work_.expanded[(size_t)thread]));
+                            work_.expanded[(size_t)thread].data());
             kernels_.silu_multiply(pair, 2 * kPanelOutputs, rows,
                                    work_.activated.data() + (size_t)i * kPanelOutputs, inner_stride);
         }
@@ -163,7 +156,7 @@ void Decoder::attend() {
         const size_t after = (size_t)index + (size_t)threads_.size();
         const AttentionTask* next = after < work_.tasks.size() ? &work_.tasks[after] : nullptr;
         kernels_.attention(work_.tasks[(size_t)index], next,
-                           aligned(work_.attention[(size_t)thread]));
+                           work_.attention[(size_t)thread].data());
     });
     work_.tasks.clear();
 }
@@ -260,7 +253,7 @@ void Decoder::choose_kept_rows(const TandemStep& step) {
             (int32_t)(std::lower_bound(kept.begin(), kept.end(), step.logit_rows[i]) - kept.begin()));
 }
 
-void Decoder::keep_rows(std::vector<float>& buffer, size_t stride) const {
+void Decoder::keep_rows(LargeVector<float>& buffer, size_t stride) const {
     for (size_t i = 0; i < work_.kept.size(); ++i)
         if ((size_t)work_.kept[i] != i)
             std::copy_n(buffer.data() + (size_t)work_.kept[i] * stride, stride, buffer.data() + i * stride);

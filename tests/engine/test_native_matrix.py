@@ -18,7 +18,7 @@ GGUF_TYPES = {
     NumberFormat.Q4_1: gguf.GGMLQuantizationType.Q4_1,
     NumberFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0,
 }
-ROW_COUNTS = (1, 2, 3, 5, 8, 12, 13, 16, 17, 24, 25, 33, 64)
+ROW_COUNTS = (1, 2, 3, 5, 8, 12, 13, 16, 17, 24, 25, 33, 64, 65, 71)
 SHAPES = ((1, 32), (15, 64), (16, 96), (17, 576), (50, 160))
 pytestmark = pytest.mark.parametrize("isa", built_isas())
 

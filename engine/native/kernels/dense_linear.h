@@ -65,6 +65,8 @@ struct Dense {
     }
 };
 
+constexpr int kLineSteps = (int)(kRowBytes / 4);  // steps of a row in one cache line
+
 // x [rows, k] to blocks of [step][row]. Zeros stand for inputs from k to k_padded.
 inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows, int k, int k_padded, float* to) {
     for (int row = 0; row < rows; row += blocks.size) {
@@ -88,22 +90,35 @@ inline void round_row(const float* x, int k, int k_padded, uint16_t* out) {
     for (; i < k_padded; ++i) out[i] = 0;
 }
 
-// 16 steps of up to 16 rows are rounded, turned and written together.
+// 32 inputs of a row, `real` of them there.
+inline void round_line(const float* x, int real, uint32_t* out) {
+    if (real == 2 * kLineSteps)
+        for (int i = 0; i < 2 * kLineSteps; i += kWidth) vstore_bf16((uint16_t*)out + i, vload(x + i));
+    else
+        round_row(x, real, 2 * kLineSteps, (uint16_t*)out);
+}
+
+// Lines of 16 steps of up to 16 rows are rounded, turned and written together: of up to 8 rows two lines each.
 inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows, int k, int k_padded, uint32_t* to) {
-    alignas(64) uint32_t rounded[16][16] = {}, turned[16][16];
+    alignas(64) uint32_t rounded[16][kLineSteps] = {}, turned[kLineSteps + 1][16];  // copies read up to 16 words
     const uint8_t* from[16];
     for (int m = 0; m < 16; ++m) from[m] = (const uint8_t*)rounded[m];
     for (int row = 0; row < rows; row += blocks.size) {
-        const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
-        for (int first = 0; first < k_padded; first += 32, to += 16 * mr) {
-            const int real = k - first < 32 ? (k > first ? k - first : 0) : 32;
-            if (mr == 1) {
-                round_row(x + row * stride + first, real, 32, (uint16_t*)to);
-                continue;
+        const int mr = row + blocks.size <= rows ? blocks.size : rows - row, most_lines = mr <= 8 ? 2 : 1;
+        for (int first = 0; first < k_padded;) {
+            const int left = (k_padded - first) / (2 * kLineSteps), lines = left < most_lines ? left : most_lines;
+            for (int line = 0; line < lines; ++line, first += 2 * kLineSteps) {
+                const int real = k - first < 2 * kLineSteps ? (k > first ? k - first : 0) : 2 * kLineSteps;
+                for (int m = 0; m < mr; ++m)
+                    round_line(x + (row + m) * stride + first, real, mr == 1 ? to + line * kLineSteps : rounded[8 * line + m]);
             }
-            for (int m = 0; m < mr; ++m) round_row(x + (row + m) * stride + first, real, 32, (uint16_t*)rounded[m]);
-            transpose_16x16(from, 0, turned[0]);
-            for (int s = 0; s < 16; ++s) copy_words(to + s * mr, turned[s], mr);
+            if (mr > 1) {
+                transpose_16x16(from, 0, turned[0]);
+                for (int line = 0; line < lines; ++line)
+                    for (int s = 0; s < kLineSteps; ++s)
+                        copy_words(to + (line * kLineSteps + s) * mr, turned[s] + 8 * line, mr);
+            }
+            to += lines * kLineSteps * mr;
         }
     }
 }

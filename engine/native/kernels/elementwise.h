@@ -29,9 +29,9 @@ inline F vexp2(F x) {
 // The same for what is rounded to bfloat16 afterwards: the best polynomial of degree 3, relative error below 8e-5, a
 // twenty-fifth of what the rounding adds.
 inline F vexp2_for_bf16(F x) {
-    const F bounded = vmax(x, vset1(-200.0f));
+    const F bounded = kScalesAnyExponent ? x : vmax(x, vset1(-200.0f));
     const F n = vround(bounded);
-    const F r = vsub(bounded, n);
+    const F r = vfraction(bounded);
     F p = vset1(0.05517166f);
     p = vfma(p, r, vset1(0.24261112f));
     p = vfma(p, r, vset1(0.69326099f));

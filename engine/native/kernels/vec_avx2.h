@@ -58,6 +58,8 @@ inline I ibits(F a) { return _mm256_castps_si256(a); }
 inline F vfrom_int(I a) { return _mm256_cvtepi32_ps(a); }
 inline I ifrom_float(F a) { return _mm256_cvtps_epi32(a); }
 
+inline F vfraction(F a) { return vsub(a, vround(a)); }
+constexpr bool kScalesAnyExponent = false;
 inline F vscale(F x, F n) {
     const F power = vbits(_mm256_slli_epi32(iadd(ifrom_float(vmax(n, vset1(-127.0f))), iset1(127)), 23));
     return vmul(x, power);  // n of -127 and below gives the power 0

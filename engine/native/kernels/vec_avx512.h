@@ -27,6 +27,9 @@ inline F vfnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 inline float vsum(F a) { return _mm512_reduce_add_ps(a); }
 inline float vmaximum(F a) { return _mm512_reduce_max_ps(a); }
 inline F vround(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+// a - vround(a), exactly; 0 for an infinite one
+inline F vfraction(F a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+constexpr bool kScalesAnyExponent = true;  // vscale below takes every n, vfraction every exponent
 // x * 2^n for a whole n <= 127; 0 where that is below the smallest normal float or close to it
 inline F vscale(F x, F n) { return _mm512_scalef_ps(x, n); }
 

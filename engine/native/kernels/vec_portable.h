@@ -70,6 +70,8 @@ inline I ifrom_float(F a) {
     return I{(int32_t)r[0], (int32_t)r[1], (int32_t)r[2], (int32_t)r[3]};
 }
 
+inline F vfraction(F a) { return vsub(a, vround(a)); }
+constexpr bool kScalesAnyExponent = false;
 inline F vscale(F x, F n) {
     return vmul(x, vbits(ishift_left<23>(iadd(ifrom_float(vmax(n, vset1(-127.0f))), iset1(127)))));
 }
