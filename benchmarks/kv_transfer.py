@@ -73,10 +73,6 @@ class Case:
         return self.blocks_per_frame * self.layout.cell_bytes
 
     @property
-    def frames_per_round(self) -> int:
-        return ROUND_BYTES // self.frame_bytes
-
-    @property
     def num_blocks(self) -> int:
         return POOL_BYTES // self.layout.block_bytes
 

@@ -68,10 +68,14 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        switches: Mapping[str, bool] | None = None,
     ) -> str:
-        """The prompt's text. Raises `InvalidRequest` for a conversation that the template refuses or cannot write."""
+        """The prompt's text. `switches`: variables of the template's own, never what a request names freely.
+
+        Raises `InvalidRequest` for a conversation that the template refuses or cannot write.
+        """
         try:
-            return self._render(messages, tools, add_generation_prompt)
+            return self._render(messages, tools, add_generation_prompt, switches or {})
         except RefusedConversation as error:
             raise InvalidRequest(f"the model's chat template refuses: {error}", param="messages") from None
         except TemplateLimitExceeded as error:
@@ -84,15 +88,20 @@ class ChatTemplate:
 
     def _try_once(self) -> None:
         try:
-            self._render(_TRIAL_CONVERSATION, None, True)
+            self._render(_TRIAL_CONVERSATION, None, True, {})
         except RefusedConversation:
             return  # a template that wants a system message, say, is a working one
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, is_prompt: bool
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        is_prompt: bool,
+        switches: Mapping[str, bool],
     ) -> str:
         num_chars = sum(len(str(value)) for message in messages for value in message.values())
         values: dict[str, Any] = {
+            **switches,
             **self._special_tokens,
             "messages": messages,
             "tools": tools,

@@ -142,11 +142,6 @@ class LandingTable:
                 return None
             return LandingProgress(len(landing.digests), landing.num_bad_frames, landing.num_bytes)
 
-    def matches_root(self, transfer_id: TransferId, epoch: int, expected: bytes) -> bool:
-        """Whether the frames that arrived are those that were sent, in full."""
-        arrived = self.arrived(transfer_id, epoch)
-        return arrived is not None and hmac.compare_digest(arrived.root_digest, expected)
-
     def fence(self, transfer_id: TransferId, epoch: int, on_silent: Callable[[], None]) -> None:
         """Refuses all further frames; calls back (here, or from a transport's thread) once none can land any more."""
         with self._lock:

@@ -34,6 +34,7 @@ class TokenPrompt:
 class ChatPrompt:
     messages: tuple[Mapping[str, Any], ...]  # role, content as text, name, tool calls with their arguments as objects
     tools: tuple[Tool, ...] = ()
+    enables_thinking: bool | None = None  # None: as the template has it
 
 
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt

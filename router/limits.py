@@ -38,6 +38,7 @@ from router.field_rules import (
     unsupported_parameter,
 )
 from router.guided_output import GUIDED_GRAMMAR, GUIDED_REGEX, GuidedChoice, GuidedJson, ResponseFormat
+from router.template_options import TemplateOptions
 from router.tool_fields import TOOLS, ToolChoice
 
 # More characters than this for each token of context cannot fit: no tokenizer's average piece is longer.
@@ -99,6 +100,7 @@ def chat_fields(limits: ServingLimits) -> dict[str, Rule]:
         "tools": TOOLS,
         "tool_choice": ToolChoice(),
         "parallel_tool_calls": Flag(),
+        "chat_template_kwargs": TemplateOptions(),
     }
 
 

@@ -17,8 +17,10 @@ from cluster.identity import BlockHash
 from cluster.tokenizer import Tokenizer
 from router.api_types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.cache_view import prompt_hashes
+from router.field_rules import unsupported_parameter
 from router.json_body import parse_json_object
 from router.known_segments import KnownSegments
+from router.template_options import ENABLE_THINKING
 from router.tool_format import messages_as_text
 
 # About 0.3 ms of work: less than handing it to a thread and back costs when the loop is busy.
@@ -93,7 +95,14 @@ class PromptEncoder:
             )
         messages = messages_as_text(prompt.messages, prompt.tools, self._template)
         tools = [tool.to_template() for tool in prompt.tools] or None
-        return self._template.render(messages, tools=tools)
+        switches = {}
+        if prompt.enables_thinking is not None:
+            if not self._template.mentions(ENABLE_THINKING):
+                raise unsupported_parameter(
+                    f"chat_template_kwargs.{ENABLE_THINKING}", "this model's chat template has no thinking to switch"
+                )
+            switches[ENABLE_THINKING] = prompt.enables_thinking
+        return self._template.render(messages, tools=tools, switches=switches)
 
     async def _run(self, work: Callable[[], Result], *, num_chars: int) -> Result:
         if num_chars <= MAX_INLINE_CHARS:

@@ -80,7 +80,7 @@ class RequestParser:
         use = tool_use(values)
         request = GenerationRequest(
             kind=kind,
-            prompts=(ChatPrompt(messages, () if use is None else use.tools),),
+            prompts=(ChatPrompt(messages, () if use is None else use.tools, values.get("chat_template_kwargs")),),
             max_tokens=_chat_max_tokens(values, self._default_max_tokens),
             logprobs=_chat_logprobs(values),
             tool_use=use,

@@ -41,7 +41,7 @@ MAX_METADATA_CHARS = 512
 _SAME_FIELDS = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "user",
-    "cache_salt", "speculation", "num_drafts", "priority", "parallel_tool_calls",
+    "cache_salt", "speculation", "num_drafts", "priority", "parallel_tool_calls", "chat_template_kwargs",
 )  # fmt: skip
 _NOTHING_KEPT = "this server keeps no answers; send the whole conversation as input"
 # Beside what an item says: where it came from. Clients send items back as they got them.

@@ -131,11 +131,6 @@ class TierStack:
             self._writer.join(CLOSE_TIMEOUT_S)
         self._host.close()
 
-    @property
-    def dropped_writes(self) -> int:
-        """Blocks that the disk was too slow to take."""
-        return self._dropped_writes
-
     def status(self) -> tuple[TierStatus, ...]:
         return (self._host.status(),) if self._disk is None else (self._host.status(), self._disk.status())
 

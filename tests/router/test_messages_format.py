@@ -12,7 +12,7 @@ from tandem.v1 import common_pb2, worker_pb2
 from router.tenants import ApiKeys
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
 from tests.router.scripted_worker import expected_token
-from tests.router.test_responses_format import prompt_of
+from tests.router.test_responses_format import breaks_once_seen, prompt_of
 from tests.router.test_tools import CALL, CITY, says
 
 WEATHER: Any = {"name": "weather", "input_schema": CITY}
@@ -121,14 +121,14 @@ async def test_a_schema_constrains_the_answer(router: RunningRouter) -> None:
     assert "city" in router.workers[-1].submits[-1].sampling.json_schema
 
 
-@pytest.mark.parametrize(
-    ("choice", "is_forced"),
-    [({"type": "auto"}, False), ({"type": "any"}, True), ({"type": "tool", "name": "weather"}, True)],
-)
-async def test_a_forced_call_is_a_grammar(router: RunningRouter, choice: Any, is_forced: bool) -> None:
+async def test_a_forced_call_is_a_grammar(router: RunningRouter) -> None:
+    choices: list[tuple[Any, bool]] = [
+        ({"type": "auto"}, False), ({"type": "any"}, True), ({"type": "tool", "name": "weather"}, True),
+    ]  # fmt: skip
     async with client_of(router) as client:
-        await client.messages.create(**BODY, tools=[WEATHER], tool_choice=choice)
-    assert bool(router.workers[-1].submits[-1].sampling.grammar) == is_forced
+        for choice, is_forced in choices:
+            await client.messages.create(**BODY, tools=[WEATHER], tool_choice=choice)
+            assert bool(router.workers[-1].submits[-1].sampling.grammar) == is_forced, choice
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -152,13 +152,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
-async def test_what_is_wrong_is_named(case: str, router: RunningRouter, http: httpx.AsyncClient) -> None:
-    changed, param = WRONG[case]
-    answer = await http.post("/v1/messages", json={**BODY, **changed})
-    body = answer.json()
-    assert (answer.status_code, body["type"]) == (400, "error"), body
-    assert (body["error"]["type"], body["error"]["param"]) == ("invalid_request_error", param), body
+async def test_whatever_is_wrong_is_named(router: RunningRouter, http: httpx.AsyncClient) -> None:
+    for case, (changed, param) in WRONG.items():
+        answer = await http.post("/v1/messages", json={**BODY, **changed})
+        body = answer.json()
+        assert (answer.status_code, body["type"]) == (400, "error"), (case, body)
+        assert (body["error"]["type"], body["error"]["param"]) == ("invalid_request_error", param), (case, body)
     assert router.workers[-1].submits == []
 
 
@@ -191,10 +190,13 @@ async def test_its_clients_key_is_a_key(start_router: StartRouter) -> None:
 async def test_a_failure_in_mid_stream_is_an_error_event_and_no_end(
     router: RunningRouter, http: httpx.AsyncClient
 ) -> None:
-    router.workers[-1].die_after_tokens = 2
-    headers = {"X-Request-Timeout-Ms": "400"}
-    answer = await http.post("/v1/messages", json={**BODY, "stream": True}, headers=headers)
-    events = [line.removeprefix("event: ") for line in answer.text.splitlines() if line.startswith("event: ")]
+    is_seen = breaks_once_seen(router)
+    events: list[str] = []
+    async with http.stream("POST", "/v1/messages", json={**BODY, "stream": True}) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("event: "):
+                events.append(line.removeprefix("event: "))
+                is_seen.set()
     assert events[0] == "message_start"
     assert events[-1] == "error"
     assert "message_stop" not in events
