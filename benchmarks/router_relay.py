@@ -6,7 +6,8 @@ The step source answers every request with one token a step, all requests of a s
 does, a step each `--step-ms`. At 0 it goes as fast as the router reads: that is the relay's limit.
 `python -m benchmarks.router_relay` prints tokens/s, the router's CPU share and CPU microseconds for each token, and the
 time to first token of a request alone. By profile about a third of the router's time is the kernel's `send`: one for
-each stream and step, which is the floor of this design.
+each stream and step, which is the floor of this design. `--words 200` asks for one token behind so many words instead,
+as chats with the default model's tokenizer, template and block hashes: CPU microseconds of a whole request.
 """
 
 from __future__ import annotations
@@ -15,26 +16,42 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 from tandem.v1 import common_pb2, handoff_pb2, membership_pb2, worker_pb2, worker_pb2_grpc
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
+from benchmarks.routing_workloads import single_token_words
+from cluster.chat_template import ChatTemplate
 from cluster.ended_tasks import end_tasks
+from cluster.garbage import settle_objects
+from cluster.membership_state import ChangeKind, MembershipChange
+from cluster.model_files import DEFAULT_MODEL, resolve_model
+from cluster.router_settings import RouterSettings
 from cluster.rpc import bind, build_server
 from cluster.rpc_security import RpcSecurity
+from cluster.token_bytes import BYTE_SPELLING
+from cluster.tokenizer import Tokenizer, load_tokenizer
+from cluster.vocabulary import Vocabulary
+from router.http_server import HttpServer, bind_socket
+from router.limits import ServingLimits
+from router.router_core import build_core
 
 SECURITY = RpcSecurity("benchmark")
 IDENTITY = common_pb2.WorkerIdentity(worker_id="steps", incarnation="one", role=common_pb2.WORKER_ROLE_AGGREGATED)
 LETTER = 97
 MODEL = "relay"
+IN_FLIGHT = 64
 
 
 class StepSource(worker_pb2_grpc.DecodeWorkerServicer):
@@ -93,31 +110,27 @@ async def serve_steps(address: str, step_s: float) -> None:
     await server.wait_for_termination()
 
 
-async def serve_router(address: str, port: int) -> None:
-    """A router whose only worker is the step source; its vocabulary is bytes."""
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, pre_tokenizers
-
-    from cluster.membership_state import ChangeKind, MembershipChange
-    from cluster.router_settings import RouterSettings
-    from cluster.token_bytes import BYTE_SPELLING
-    from cluster.tokenizer import Tokenizer
-    from cluster.vocabulary import Vocabulary
-    from router.http_server import HttpServer, bind_socket
-    from router.limits import ServingLimits
-    from router.router_core import build_core
-
+def byte_tokenizer() -> Tokenizer:
+    """Its vocabulary is bytes."""
     backend = Backend(models.BPE(vocab={BYTE_SPELLING[byte]: byte for byte in range(256)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     table = tuple(bytes([byte]) for byte in range(256))
-    vocabulary = Vocabulary(table, frozenset(), frozenset(), {}, None, False, None, 8192)
+    return Tokenizer(backend, Vocabulary(table, frozenset(), frozenset(), {}, None, False, None, 8192))
+
+
+async def serve_router(address: str, port: int, *, reads_words: bool) -> None:
+    """Its only worker is the step source; `reads_words`: with the default model's tokenizer and template."""
+    tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL)) if reads_words else byte_tokenizer()
+    source = tokenizer.vocabulary.chat_template
+    template = None if source is None else ChatTemplate(source, tokenizer.vocabulary.special_tokens)
     settings = RouterSettings(model="", runtime_dir=Path(), max_concurrent_requests=4096)
-    limits = ServingLimits(MODEL, 256, 8192)
-    core = build_core(settings, Tokenizer(backend, vocabulary), None, limits, SECURITY, None)
+    limits = ServingLimits(MODEL, tokenizer.vocab_size, 8192)
+    core = build_core(settings, tokenizer, template, limits, SECURITY, None)
     layout = handoff_pb2.KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_tokens=16)
     record = membership_pb2.WorkerRecord(identity=IDENTITY, control_address=address, ready=True, layout=layout)
     core.registry.on_membership_change(MembershipChange(ChangeKind.JOINED, record))
     HttpServer(core.http_app, bind_socket("127.0.0.1", port, "--port"), 1.0).start()
+    settle_objects()
     await asyncio.Event().wait()
 
 
@@ -164,6 +177,53 @@ async def measure(port: int, router_pid: int, streams: int, tokens: int) -> None
     )
 
 
+async def measure_requests(port: int, router_pid: int, words: int, count: int) -> None:
+    """Chats of one token each on connections that are kept, `IN_FLIGHT` at a time, with nothing but a template alike."""
+    vocabulary = single_token_words(load_tokenizer(resolve_model(DEFAULT_MODEL)))
+    chance = random.Random(1)
+
+    def body() -> bytes:
+        messages = [{"role": "user", "content": " ".join(chance.choices(vocabulary, k=words))}]
+        return json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1, "stream": True}).encode()
+
+    bodies = [body() for _ in range(count)]
+    for _ in range(200):
+        try:
+            await _ask_all(port, bodies[:1])
+            break
+        except (OSError, RuntimeError):
+            await asyncio.sleep(0.05)
+    await asyncio.gather(*(_ask_all(port, bodies[:20]) for _ in range(IN_FLIGHT)))
+    process = psutil.Process(router_pid)
+    before = process.cpu_times()
+    started = time.perf_counter()
+    await asyncio.gather(*(_ask_all(port, bodies[number::IN_FLIGHT]) for number in range(IN_FLIGHT)))
+    wall_s = time.perf_counter() - started
+    after = process.cpu_times()
+    cpu_s = after.user + after.system - before.user - before.system
+    print(
+        f"{count} requests of {words} words: {count / wall_s:,.0f}/s, router CPU {cpu_s / wall_s:.0%}, "
+        f"{cpu_s / count * 1e6:.0f} us CPU a request ({count / cpu_s:,.0f}/s of CPU time)"
+    )
+
+
+async def _ask_all(port: int, bodies: Sequence[bytes]) -> None:
+    """One after the other on one connection. Raises RuntimeError for an answer that does not end well."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    try:
+        for body in bodies:
+            writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            try:
+                answer = await reader.readuntil(b"0\r\n\r\n")  # the last chunk
+            except asyncio.IncompleteReadError as error:
+                raise RuntimeError(f"the answer ended with {error.partial[-64:]!r}") from None
+            if b"[DONE]" not in answer:
+                raise RuntimeError(f"the answer ended with {answer[-64:]!r}")
+    finally:
+        writer.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", nargs="?", default="measure", choices=("measure", "router", "steps"))
@@ -172,6 +232,8 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--words", type=int, default=0, help="of a request that is answered with one token")
+    parser.add_argument("--requests", type=int, default=4000, help="with --words")
     arguments = parser.parse_args()
     if arguments.role == "steps":
         asyncio.run(serve_steps(arguments.address, arguments.step_ms / 1000))
@@ -179,7 +241,7 @@ def main() -> None:
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve_router(arguments.address, arguments.port))
+            runner.run(serve_router(arguments.address, arguments.port, reads_words=arguments.words > 0))
     else:
         with tempfile.TemporaryDirectory(prefix="tdm-") as directory:
             _measure_with_children(arguments, f"unix:{directory}/steps")
@@ -188,9 +250,14 @@ def main() -> None:
 def _measure_with_children(arguments: argparse.Namespace, address: str) -> None:
     command = [sys.executable, "-m", "benchmarks.router_relay"]
     flags = [f"--address={address}", f"--port={arguments.port}", f"--step-ms={arguments.step_ms}"]
+    flags.append(f"--words={arguments.words}")
     children = [subprocess.Popen([*command, role, *flags], env=dict(os.environ)) for role in ("steps", "router")]
     try:
-        asyncio.run(measure(arguments.port, children[1].pid, arguments.streams, arguments.tokens))
+        router_pid = children[1].pid
+        if arguments.words:
+            asyncio.run(measure_requests(arguments.port, router_pid, arguments.words, arguments.requests))
+        else:
+            asyncio.run(measure(arguments.port, router_pid, arguments.streams, arguments.tokens))
     finally:
         for child in children:
             child.kill()
