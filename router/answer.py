@@ -169,6 +169,11 @@ class Answer:
         merged.placed_us = max(0, round((self.times.placed_s - self.times.admitted_s) * 1e6))
         return merged
 
+    @property
+    def is_complete(self) -> bool:
+        """Every choice has ended well: nothing more will come."""
+        return not self._num_open and self.error is None
+
     def client_left(self) -> None:
         self.cancel(RequestCancelled("the client went away"))
 

@@ -85,9 +85,11 @@ class GenerationEndpoint:
 async def _write(request: GenerationRequest, answer: Answer, writer: AnswerWriter, response: _Response) -> None:
     if request.is_streamed:
         async for updates in answer.updates():
-            if events := writer.events(updates):
+            events = writer.events(updates)
+            if answer.is_complete:  # the last token and what ends the stream are one write
+                await response.send_events(events + writer.last_events(), are_last=True)
+            elif events:
                 await response.send_events(events)
-        await response.send_events(writer.last_events(), are_last=True)
         return
     collected: list[ChoiceUpdate] = []
     async for updates in answer.updates():

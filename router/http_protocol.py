@@ -5,7 +5,8 @@
     response  aborted when the client has read nothing of what waits for it for 60 s
     idle      closed 60 s after the last response
 
-uvicorn's own keep-alive timer starts anew with every byte; these deadlines do not.
+uvicorn's own keep-alive timer starts anew with every byte; these deadlines do not. A response's head is sent with the
+first part of its body.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.errors import ClientError, InvalidRequest, RequestTooLarge, TandemError
 from router.http_errors import error_body
+from router.response_transport import ResponseTransport
 
 MAX_HEADER_BYTES = 16 * 1024
 MAX_HEADERS = 100
@@ -56,7 +58,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # --- connection ---------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._responses = ResponseTransport(transport)
+        super().connection_made(self._responses)
         self._arm(self.times.headers_s, "headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -99,6 +102,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             )
             return
         self._arm(self.times.body_s, "body")
+        is_alone = self.cycle is None or self.cycle.response_complete  # nothing else is being answered here
+        if is_alone and not self.expect_100_continue:
+            self._responses.hold_next()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -111,6 +117,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         if self._refusal is None:
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._responses.flush()  # the head of a response without a body
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidRequest("this is not an HTTP/1.1 request", code="invalid_http"))
