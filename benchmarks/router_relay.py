@@ -178,7 +178,7 @@ async def measure(port: int, router_pid: int, streams: int, tokens: int) -> None
 
 
 async def measure_requests(port: int, router_pid: int, words: int, count: int) -> None:
-    """Chats of one token each on connections that are kept, `IN_FLIGHT` at a time, with nothing but a template alike."""
+    """Chats of one token each on kept connections, `IN_FLIGHT` at a time, with nothing but a template alike."""
     vocabulary = single_token_words(load_tokenizer(resolve_model(DEFAULT_MODEL)))
     chance = random.Random(1)
 
