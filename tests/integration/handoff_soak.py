@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
-from tandem.v1 import common_pb2
+from tandem.v1 import common_pb2, worker_pb2
 
 from cluster.free_port import free_port
 from tests.integration.mock_tokens import VOCAB_SIZE, expected_tokens
@@ -92,6 +93,12 @@ def shared_memory_names() -> list[str]:
     return sorted(path.name for path in SHARED_MEMORY.iterdir() if "tandem" in path.name)
 
 
+def _is_all_on_disk(status: worker_pb2.WorkerStatus) -> bool:
+    counters = status.counters
+    is_saved = all_blocks_are_back(status) and counters["kv_tier_unsaved_blocks"] == 0
+    return is_saved and counters["kv_tier_disk_blocks"] >= counters["kv_tier_host_blocks"] > 0
+
+
 @dataclass
 class HandoffSoak:
     """Owned by one test."""
@@ -100,6 +107,7 @@ class HandoffSoak:
     folder: Path
     transport: str
     seed: int = 7
+    decode_settings: dict[str, Any] = field(default_factory=dict)
     outcomes: Counter[str] = field(default_factory=Counter)
     _num_requests: int = 0
 
@@ -198,6 +206,30 @@ class HandoffSoak:
         await self.restart(self.victim)
         await self.all_is_back("salvage")
         return int(answer.last.timeline.kv_bytes)
+
+    async def restore_what_landed(self, num_prompts: int) -> int:
+        """Prompts that landed, one of them from two workers, come back from a tier under a new decode worker, where the
+        oracle looks at them again. Returns the blocks that came back."""
+        prompts = [self._prompt(PROMPT_TOKENS) for _ in range(num_prompts)]
+        cue_path(self.folder, self.victim.settings.worker_id).write_text("sealed SIGKILL entered")
+        await self._ask_for(prompts[0], [self.victim, self.healthy])
+        await self.restart(self.victim)
+        for prompt in prompts[1:]:
+            await self._ask_for(prompt, [self.healthy])
+        await self.decode.wait_for(_is_all_on_disk, BACK_TIMEOUT_S, "everything has its file")
+        await self.all_is_back("landed")
+        await self.restart(self.decode)
+        await self._warm_up()
+        for prompt in prompts:
+            await self._ask_for(prompt, [])
+        await self.all_is_back("restored")
+        return int((await self.decode.status()).counters["kv_tier_restored_blocks_from_disk"])
+
+    async def _ask_for(self, prompt: list[int], peers: list[WorkerProcess]) -> None:
+        async with Router(self.decode) as router:
+            answer = await router.generate(self._next_id(), prompt, NUM_TOKENS, peers, allow_local_prefill=not peers)
+        assert answer.token_ids == expected_tokens(prompt, NUM_TOKENS), answer
+        self.outcomes["right"] += 1
 
     async def lose_links(self, num_rounds: int) -> None:
         """The KV connection breaks under several prompts at once, and nobody but its worker can compute them."""
@@ -307,6 +339,7 @@ class HandoffSoak:
             max_batch_tokens=128,
             transports=(self.transport,),
             link_bytes_per_s=LINK_BYTES_PER_S if worker_id == "prefill-0" else 0,
+            **(self.decode_settings if role == "decode" else {}),
         )
 
     async def _warm_up(self) -> None:

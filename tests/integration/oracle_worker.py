@@ -3,7 +3,8 @@
 A mock worker (real processes, scheduler, pool, handoff and transports; time from a timing model) with three additions:
 
     oracle    each step writes KV whose every element is a function of (token, layer, head, position); freed blocks are
-              poisoned; a landed prompt is compared with the oracle before the engine may use it
+              poisoned; a landed prompt is compared with the oracle before the engine may use it, and a prefix from
+              the cache or a tier before anything is computed behind it
     cue       a file `<worker id>.cue` in the runtime folder, "receiving SIGKILL entered": when a transfer gets into
               that state, before (`entered`) or after (`acted`) its actions, the process signals itself; of a prefill
               worker with `BREAK` for a signal, its KV connections break instead
@@ -35,6 +36,7 @@ from engine.request import EngineRequest
 from engine.step import LayerCallback
 from engine.step_plan import ScheduledChunk
 from engine.worker_engine import WorkerEngine
+from kv_transfer.tiers.opening import open_tiers
 from prefill_worker import prefill_flow
 from prefill_worker.prefill_node import PrefillNode
 
@@ -88,12 +90,13 @@ class OraclePool:
 class OracleExecutor:
     """Implements `StepExecutor`: the mock's, after the step's KV is written."""
 
-    def __init__(self, executor: StepExecutor, pool: OraclePool, memory: KvMemory) -> None:
+    def __init__(self, executor: StepExecutor, pool: OraclePool, memory: KvMemory, wrong: Path) -> None:
         self.vocab_size = executor.vocab_size
         self.num_layers = executor.num_layers
         self._executor = executor
         self._pool = pool
         self._memory = memory
+        self._wrong = wrong
 
     def execute(self, chunks: Any, layer_done: LayerCallback | None) -> StepResults:
         for chunk in chunks:
@@ -102,6 +105,10 @@ class OracleExecutor:
 
     def _write(self, chunk: ScheduledChunk) -> None:
         end_token = chunk.first_token + chunk.num_tokens
+        if chunk.num_tokens > 1 and chunk.first_token:  # a prefix from a cache or a tier, or an earlier chunk's
+            before = chunk.sequence.token_ids[: chunk.first_token]
+            if num_wrong := self._pool.num_wrong(tuple(chunk.sequence.blocks), before):
+                self._wrong.write_text(f"{num_wrong} of {len(before)} tokens that a chunk is computed behind")
         token_ids = chunk.sequence.token_ids[chunk.first_token : end_token]
         self._pool.write(chunk.sequence.blocks, token_ids, chunk.first_token)
 
@@ -118,7 +125,8 @@ class OracleExecutor:
 def with_oracle(context: WorkerContext, parts: WorkerEngine) -> None:
     """Puts the oracle under a mock worker's engine."""
     engine, pool = parts.engine, OraclePool(parts.memory)
-    engine._executor = OracleExecutor(engine._executor, pool, parts.memory)
+    wrong = wrong_path(context.settings.runtime_dir, context.settings.worker_id)
+    engine._executor = OracleExecutor(engine._executor, pool, parts.memory, wrong)
     parts.pool._on_block_freed = parts.memory.poison
     for block in range(parts.memory.num_blocks):
         parts.memory.poison(block)
@@ -129,7 +137,7 @@ def with_oracle(context: WorkerContext, parts: WorkerEngine) -> None:
             num_wrong = pool.num_wrong(request.landed.blocks, request.token_ids)
             if num_wrong:
                 message = f"{num_wrong} of {len(request.token_ids)} tokens of {request.request_id}"
-                wrong_path(context.settings.runtime_dir, context.settings.worker_id).write_text(message)
+                wrong.write_text(message)
         submit(request)
 
     engine.submit = check_and_submit  # type: ignore[method-assign]
@@ -160,7 +168,7 @@ class Cue:
 
 async def build(context: WorkerContext) -> WorkerNode:
     settings = context.settings
-    parts = open_mock_engine(context)
+    parts = open_mock_engine(context, open_tiers)
     with_oracle(context, parts)
     path = cue_path(settings.runtime_dir, settings.worker_id)
     if settings.role == "prefill":

@@ -97,3 +97,15 @@ async def test_kv29_kv48_kv52_choices_and_short_requests_never_meet(soak: Handof
 async def test_kv39_a_link_that_breaks_is_opened_again_and_no_request_fails(soak: HandoffSoak) -> None:
     await soak.lose_links(NUM_LOST_LINKS)
     assert soak.outcomes["asked again"] > 0, soak.outcomes
+
+
+async def test_kv31_tiers_hold_what_landed_and_not_what_was_there_before(
+    tmp_path: Path, default_model_path: Path
+) -> None:
+    """Blocks are poisoned before their KV lands: a tier that stored them too early would bring poison back."""
+    tiers = {"kv_host_tier_bytes": 8 * 2**20, "kv_disk_tier": str(tmp_path / "kv")}
+    async with fleet_in(tmp_path, default_model_path, MODULE) as fleet:
+        soak = HandoffSoak(fleet, tmp_path, "shm", decode_settings=tiers)
+        await soak.start()
+        num_restored = await soak.restore_what_landed(3)
+    assert num_restored >= 3 * (PROMPT_TOKENS // 16 - 1)
