@@ -37,8 +37,10 @@ class TransferPeer(Protocol):
 class TransferPeers(Protocol):
     """Finds the way to a prefill worker (`prefill_peers.PrefillPeers`)."""
 
-    async def ready(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> TransferPeer:
-        """Raises `WorkerUnavailable`."""
+    async def ready(
+        self, worker_id: WorkerId, incarnation: Incarnation, address: str, wait_s: float = ...
+    ) -> TransferPeer:
+        """`wait_s`: for a handshake that is going on. Raises `WorkerUnavailable`."""
         ...
 
 

@@ -43,11 +43,13 @@ class PrefillPeers:
         self._peers: dict[WorkerId, PrefillPeer] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def ready(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> PrefillPeer:
+    async def ready(
+        self, worker_id: WorkerId, incarnation: Incarnation, address: str, wait_s: float = CONNECT_WAIT_S
+    ) -> PrefillPeer:
         """A connected peer. Raises `WorkerUnavailable` when it is refused, in back-off, or too slow to connect."""
         peer = self._known(worker_id, address)
         peer.expect_incarnation(incarnation)
-        await peer.ready(CONNECT_WAIT_S)
+        await peer.ready(wait_s)
         return peer
 
     def on_membership(self, change: MembershipChange) -> None:

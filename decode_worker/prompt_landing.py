@@ -256,9 +256,14 @@ class PromptLanding:
 
     async def _connect(self, peer_ref: on.PeerRef) -> None:
         try:
-            peer = await self._resources.peers.ready(
-                peer_ref.worker_id, peer_ref.incarnation, self._addresses[peer_ref]
-            )
+            address, ready = self._addresses[peer_ref], self._resources.peers.ready
+            if (
+                peer_ref in self._transfer.relinked
+            ):  # it is there: its new link is worth as long as a handshake may take
+                connect_s = self._resources.limits.connect_s
+                peer = await ready(peer_ref.worker_id, peer_ref.incarnation, address, connect_s)
+            else:
+                peer = await ready(peer_ref.worker_id, peer_ref.incarnation, address)
         except WorkerUnavailable as error:
             self._resources.metrics.attempt_failed(error)
             self._apply(on.PeerUnavailable(peer_ref, error))

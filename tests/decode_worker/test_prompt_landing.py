@@ -144,7 +144,9 @@ class OnePeer:
     def __init__(self, peer: ScriptedPeer) -> None:
         self._peer = peer
 
-    async def ready(self, worker_id: WorkerId, incarnation: Incarnation, address: str) -> ScriptedPeer:
+    async def ready(
+        self, worker_id: WorkerId, incarnation: Incarnation, address: str, wait_s: float = 1.0
+    ) -> ScriptedPeer:
         if self._peer.is_broken:
             raise WorkerUnavailable("broken")
         return self._peer
