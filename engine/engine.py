@@ -146,7 +146,7 @@ class Engine:
             step_ms=figures.step_s * 1000,
             tokens_per_s=figures.tokens_per_s if running else 0.0,
             batch_size=figures.batch_size if running else 0,
-            prefill_tokens_beside_decodes=0 if self._step_budget is None else self._step_budget.prefill_tokens,
+            prefill_share=0.0 if self._step_budget is None else self._step_budget.prefill_share,
             restore_ms_per_block=0.0 if self._tiering is None else self._tiering.restore_ms_per_block,
             census=self._pool.census(),
         )
@@ -403,9 +403,7 @@ class Engine:
         if self._tiering is not None:
             self._tiering.saw_step(num_rows, step_s)
         if self._step_budget is not None:
-            num_decodes = sum(chunk.num_tokens == 1 for chunk in plan.chunks)
-            num_prefill_tokens = sum(chunk.num_tokens for chunk in plan.chunks) - num_decodes
-            self._step_budget.saw_step(num_decodes, num_prefill_tokens, step_s * 1000)
+            self._step_budget.saw_step(plan.chunks, step_s * 1000)
         context_tokens = sum(sequence.num_computed for sequence in self._scheduler.running)
         self._figures = self._figures.after_step(context_tokens, len(plan.chunks), num_generated, step_s, num_rows)
 

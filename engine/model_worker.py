@@ -69,7 +69,7 @@ def open_model_engine(
             speculator=speculator,
             grammars=grammars,
             swap=swap,
-            step_budget=step_budget(settings),
+            step_budget=step_budget(settings.role, settings.itl_slo_ms, settings.block_tokens),
             tiering=tiering,
         ),
         pool=pool,

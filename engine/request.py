@@ -124,7 +124,7 @@ class EngineLoad:
     tokens_per_s: float  # moving average of generated tokens
     batch_size: int  # sequences in the last step
     census: BlockCensus
-    prefill_tokens_beside_decodes: int = 0  # in one step, at most; 0: as many as the step takes
+    prefill_share: float = 0.0  # of the time of steps with decodes, for prompts; 0: prompts take whole steps
     restore_ms_per_block: float = 0.0  # from a lower tier; 0: there is none
 
 

@@ -124,7 +124,7 @@ class Scheduler:
         self._make_room_for_urgent(plan)
         budget, in_progress = self._schedule_decodes(plan, self._limits.max_batch_tokens)
         num_decodes = len(plan.chunks)
-        kept_back = self._kept_from_prompts(budget, num_decodes)
+        kept_back = self._kept_from_prompts(budget, num_decodes, in_progress)
         budget, partial = self._schedule_prefills(plan, budget - kept_back, in_progress)
         if not plan.preempted:  # what a victim gave back is for those who run
             budget = self._admit(plan, budget, partial)
@@ -132,11 +132,12 @@ class Scheduler:
             self._drafts.add_drafts(plan, num_decodes, budget + kept_back, len(self.running))
         return plan
 
-    def _kept_from_prompts(self, budget: int, num_decodes: int) -> int:
+    def _kept_from_prompts(self, budget: int, num_decodes: int, in_progress: Iterable[Sequence]) -> int:
         """Tokens that no prompt may take, so that the decodes of this step are in time."""
         if self._step_budget is None or not (num_decodes or self._step_budget.binds_alone):
             return 0
-        return max(0, budget - self._step_budget.prefill_tokens)
+        position = max((sequence.num_computed for sequence in in_progress), default=0)
+        return max(0, budget - self._step_budget.prefill_tokens(num_decodes, position))
 
     def _schedule_decodes(self, plan: StepPlan, budget: int) -> tuple[int, list[Sequence]]:
         """Everyone with one token to compute. Gives the budget left and the prompts in progress."""

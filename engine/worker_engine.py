@@ -152,11 +152,11 @@ def engine_limits(settings: WorkerSettings, max_model_len: int) -> EngineLimits:
     )
 
 
-def step_budget(settings: WorkerSettings) -> StepBudget | None:
+def step_budget(role: str, itl_slo_ms: float, block_tokens: int) -> StepBudget | None:
     """What prompts may take of a step beside decodes; None on a prefill worker, where nothing decodes, or unbounded."""
-    if settings.role == "prefill" or not settings.itl_slo_ms:
+    if role == "prefill" or not itl_slo_ms:
         return None
-    return StepBudget(settings.itl_slo_ms, settings.block_tokens, binds_alone=settings.role == "decode")
+    return StepBudget(itl_slo_ms, block_tokens, binds_alone=role == "decode")
 
 
 def load_report(load: EngineLoad) -> worker_pb2.LoadReport:
@@ -173,7 +173,7 @@ def load_report(load: EngineLoad) -> worker_pb2.LoadReport:
         step_ms=load.step_ms,
         tokens_per_s=load.tokens_per_s,
         context_tokens=load.context_tokens,
-        prefill_tokens_beside_decodes=load.prefill_tokens_beside_decodes,
+        prefill_share=load.prefill_share,
         restore_ms_per_block=load.restore_ms_per_block,
     )
 

@@ -283,7 +283,7 @@ class Admission:
 def _may_prefill_beside_streams(snapshot: ClusterSnapshot) -> bool:
     """Whether a decode worker that keeps its streams in time meanwhile has no prompt to compute."""
     return snapshot.allows_local_prefill and any(
-        worker.prefill_tokens_beside_decodes and not worker.booked_prefills for worker in snapshot.decode
+        worker.prefill_share and not worker.booked_prefills for worker in snapshot.decode
     )
 
 

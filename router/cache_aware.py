@@ -4,19 +4,21 @@
              m: tokens of the prompt believed cached there, with those that it can restore from a lower tier faster than
              compute them
     decode   S_d = transfer + step + neighbours + pressure + full
-    local    S_l = S_d - transfer + 1.6 t_p(L - m_d, m_d) + streams + queue + restore; streams: a step for each part of
-             the prompt where the worker takes prompts in parts that keep its streams in time, else t_p for each that it
-             stalls; an aggregated worker's S_d has all of it, evicted and spread too
+    local    S_l = S_d - transfer + (1 / share + 0.6) t_p(L - m_d, m_d) + queue + restore
+             share: of its time that the worker has for prompts while its streams are in time, as it says; where they
+             wait for a whole prompt instead, t_p counts once more for each of them. An aggregated worker's S_d has all
+             of it, evicted and spread too
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
 wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
 eighth request for a hot prefix goes to a worker that lacks it (`hot_prefixes`), until no holder gets more than a
-worker's fair share through it. A decode worker prefills by itself only where that wins by more than a near tie: what it
-computes, it does not decode.
+worker's fair share through it. A decode worker prefills by itself only where that wins by more than a near tie (what it
+computes, it does not decode); between the two the queues count twice.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +46,10 @@ SPREAD_WEIGHT = 0.5
 # Computing what another worker holds, or is about to hold, takes capacity from whoever comes next: siblings of a burst
 # wait for the first one's prefix rather than each computing it.
 WORK_WEIGHT = 0.6
+# Who waits makes those who come next wait as well: between a decode worker's own prefill and a prefill worker's the
+# queues count twice. Otherwise prompts queue until both ways take them equally long, and a decode worker's time for
+# prompts lies idle until then.
+QUEUE_WEIGHT = 1.0
 NEAR_TIE_MS, NEAR_TIE_SHARE = 5.0, 0.05
 COLD_SHARE = 0.10  # a best match below this share of the prompt is no reason to go anywhere
 MAX_EXPLAINED = 8  # of each role: names and numbers of the others are not worth their objects
@@ -120,8 +126,10 @@ class CacheAware:
             copying if copying and prefills else prefills,
             now_s,
         )
-        is_remote = pair.prefill is not None and not copying
-        is_wanted_local = is_remote and self._prefers_local(request, snapshot, pair, now_s)
+        local = None
+        if pair.prefill is not None and not copying and _may_prefill(pair.decode.worker, snapshot):
+            local = self._local(request, pair.decode, now_s)
+        is_wanted_local = local is not None and self._is_clearly_faster(local, pair)
         chosen: list[WorkerState] = []
         if pair.prefill is not None and not is_wanted_local:
             chosen = [pair.prefill.worker, *_alternatives(pair, prefills)]
@@ -138,6 +146,7 @@ class CacheAware:
                 *(scored.explained(PREFILL_TERMS) for scored in _shown(prefills, pair.prefill)),
                 *(scored.explained(DECODE_TERMS) for scored in _shown(decodes, pair.decode)),
             ),
+            local=local.explained(DECODE_TERMS) if local is not None else None,
             reason=_reason(pair, is_wanted_local=is_wanted_local, is_copying=bool(copying)),
             is_fallback=pair.prefill is None and pair.decode.worker.role is Role.DECODE,
         )
@@ -211,8 +220,8 @@ class CacheAware:
             transfer_ms = queue_ms = prefill_ms = evict_ms = spread_ms = restore_ms = 0.0
             missing = num_tokens - cached_tokens.get(worker.worker_id, 0)
             if worker.role is Role.AGGREGATED:
-                queue_ms = self._own_queue_ms(worker, step_ms, now_s)
-                prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker, step_ms)
+                queue_ms = self._own_queue_ms(worker, now_s)
+                prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker)
                 evict_ms = EVICTION_WEIGHT * c1 * _evicted_tokens(worker, missing)
                 over = recent[index] - mean_recent if recent else 0.0
                 spread_ms = SPREAD_WEIGHT * c1 * over if over > 0 else 0.0
@@ -247,29 +256,30 @@ class CacheAware:
             self._settings.round_trip_ms,
         )
 
-    def _local_ms(self, request: RequestView, decode: _Scored, now_s: float) -> float:
+    def _local(self, request: RequestView, decode: _Scored, now_s: float) -> _Scored:
         """Prefilling where it is decoded; no transfer then."""
         worker = decode.worker
         cached = request.cached_tokens.get(worker.worker_id, 0)
-        step_ms = decode.terms_ms[DECODE_TERMS.index("step")]
-        own_ms = self._own_prefill_ms(request.num_prompt_tokens - cached, cached, worker, step_ms)
-        own_ms += self._own_queue_ms(worker, step_ms, now_s) + _restore_ms(request, worker)
-        return own_ms + decode.total_ms - decode.terms_ms[DECODE_TERMS.index("transfer")]
+        terms = dict(zip(DECODE_TERMS, decode.terms_ms, strict=True))
+        terms["transfer"] = 0.0
+        terms["queue"] = self._own_queue_ms(worker, now_s)
+        terms["prefill"] = self._own_prefill_ms(request.num_prompt_tokens - cached, cached, worker)
+        terms["restore"] = _restore_ms(request, worker)
+        return decode._replace(total_ms=sum(terms.values()), terms_ms=tuple(terms.values()))
 
-    def _own_prefill_ms(self, num_uncached: int, num_cached: int, worker: WorkerState, step_ms: float) -> float:
-        """On a worker that decodes: its own time, and what it costs those whose steps wait for it, or it for theirs."""
+    def _own_prefill_ms(self, num_uncached: int, num_cached: int, worker: WorkerState) -> float:
+        """On a worker that decodes: its own time and, of those whose steps wait for it, or it for theirs."""
         own_ms = self._prefill_ms(num_uncached, num_cached)
-        streams_ms = own_ms * worker.num_in_flight  # every neighbour's next token waits for it
-        if worker.prefill_tokens_beside_decodes:
-            streams_ms = _steps_between(num_uncached, worker) * step_ms
-        return (1 + WORK_WEIGHT) * own_ms + streams_ms
+        if not worker.prefill_share:
+            return own_ms * (1 + WORK_WEIGHT + worker.num_in_flight)  # every neighbour's next token waits for it
+        return own_ms / worker.share_beside(worker.num_in_flight) + WORK_WEIGHT * own_ms
 
-    def _own_queue_ms(self, worker: WorkerState, step_ms: float, now_s: float) -> float:
+    def _own_queue_ms(self, worker: WorkerState, now_s: float) -> float:
         """What is booked on a worker that decodes goes before."""
         booked = worker.booked_prefill_tokens
         if not booked:
             return 0.0
-        booked_ms = self._prefill_ms(booked, 0) + _steps_between(booked, worker) * step_ms
+        booked_ms = self._prefill_ms(booked, 0) / worker.share_beside(worker.num_in_flight)
         return left_of_booked_ms(worker, booked_ms, now_s)
 
     def _prefill_ms(self, num_uncached: int, num_cached: int) -> float:
@@ -306,7 +316,7 @@ class CacheAware:
             best = list(islice(_allowed(prefills, decode), NUM_PAIRED))
             pairs += [_Pair(decode, prefill, decode.total_ms + prefill.total_ms) for prefill in best]
             if not best and snapshot.allows_local_prefill:
-                pairs.append(_Pair(decode, None, self._local_ms(request, decode, now_s)))
+                pairs.append(_Pair(decode, None, self._local(request, decode, now_s).total_ms))
         if not pairs:
             raise NoWorkersAvailable(
                 "no prefill worker is ready and local prefill is not allowed",
@@ -319,14 +329,18 @@ class CacheAware:
         chosen = min(tied, key=lambda pair: (pair.num_in_flight, pair.last_chosen_s, self._chance.random()))
         return replace(chosen, is_tied=len(tied) > 1)
 
-    def _prefers_local(self, request: RequestView, snapshot: ClusterSnapshot, pair: _Pair, now_s: float) -> bool:
-        worker = pair.decode.worker
-        capacity = worker.capacity_tokens
-        used_tokens = max(worker.used_tokens, worker.booked_kv_tokens)
-        if not snapshot.allows_local_prefill or (capacity and used_tokens > FULL_POOL * capacity):
-            return False
-        local_ms = self._local_ms(request, pair.decode, now_s)
-        return local_ms + max(self._settings.local_gain_ms, NEAR_TIE_SHARE * local_ms) < pair.total_ms
+    def _is_clearly_faster(self, local: _Scored, pair: _Pair) -> bool:
+        if pair.prefill is None:
+            raise ValueError("nobody else would prefill: there is nothing to weigh")
+        local_ms = local.total_ms + QUEUE_WEIGHT * local.terms_ms[DECODE_TERMS.index("queue")]
+        remote_ms = pair.total_ms + QUEUE_WEIGHT * pair.prefill.terms_ms[PREFILL_TERMS.index("queue")]
+        return local_ms + max(self._settings.local_gain_ms, NEAR_TIE_SHARE * local_ms) < remote_ms
+
+
+def _may_prefill(decode: WorkerState, snapshot: ClusterSnapshot) -> bool:
+    """Whether a decode worker may compute a prompt for which a prefill worker is there."""
+    used_tokens = max(decode.used_tokens, decode.booked_kv_tokens)
+    return snapshot.allows_local_prefill and used_tokens <= FULL_POOL * (decode.capacity_tokens or math.inf)
 
 
 def _reason(pair: _Pair, *, is_wanted_local: bool, is_copying: bool) -> str:
@@ -355,13 +369,6 @@ def _recent_tokens(request: RequestView, workers: Sequence[WorkerState], now_s: 
 def _restore_ms(request: RequestView, worker: WorkerState) -> float:
     """What of the prompt comes from below on this worker, when it computes the rest."""
     return request.restorable_tokens.get(worker.worker_id, 0) * worker.restore_ms_per_token
-
-
-def _steps_between(num_tokens: int, worker: WorkerState) -> float:
-    """The streams' steps between the parts of a prompt."""
-    if not worker.num_in_flight or not worker.prefill_tokens_beside_decodes:
-        return 0.0
-    return num_tokens / worker.prefill_tokens_beside_decodes
 
 
 def _allowed(prefills: Sequence[_Scored], decode: _Scored) -> Iterator[_Scored]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,19 +126,23 @@ def _explained(decision: _Decision) -> dict[str, Any]:
         "expected_cached_tokens": placement.expected_cached_tokens,
         "no_match_because": decision.no_match_because,
         "expected_prefill_ms": round(placement.expected_prefill_ms, 3),
-        "candidates": _ranked(placement.candidates),
+        "candidates": _ranked(placement),
         "outcome": decision.outcome,
     }
 
 
-def _ranked(candidates: SequenceOf[Candidate]) -> dict[str, list[dict[str, Any]]]:
-    """By role, the best first: the second one is the runner-up."""
+def _ranked(placement: Placement) -> dict[str, list[dict[str, Any]]]:
+    """By role, the best first: the second one is the runner-up. `local`: the decode worker computing the prompt."""
     by_role: dict[str, list[dict[str, Any]]] = {}
-    for candidate in sorted(candidates, key=lambda one: one.total_ms):
+    for candidate in sorted(placement.candidates, key=lambda one: one.total_ms):
         shown = by_role.setdefault(candidate.worker.role.value, [])
         if len(shown) < MAX_CANDIDATES_SHOWN:
-            terms = {name: round(value, 3) for name, value in candidate.terms_ms.items()}
-            shown.append(
-                {"worker_id": candidate.worker.worker_id, "total_ms": round(candidate.total_ms, 3), "terms_ms": terms}
-            )
+            shown.append(_row(candidate))
+    if placement.local is not None:
+        by_role["local"] = [_row(placement.local)]
     return by_role
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    terms = {name: round(value, 3) for name, value in candidate.terms_ms.items()}
+    return {"worker_id": candidate.worker.worker_id, "total_ms": round(candidate.total_ms, 3), "terms_ms": terms}

@@ -123,11 +123,7 @@ class Dispatcher:
             for worker in (placement.decode, *placement.prefill[:1]):
                 self.cache_view.answered(worker.worker_id)
         if self._timing is not None:
-            uncached = event.prompt_tokens - event.cached_tokens
-            self._timing.observe_prefill(uncached, event.cached_tokens, timeline.prefill_compute_us / 1e3)
-            load = placement.decode.load
-            if load.running_requests:
-                self._timing.observe_step(load.running_requests, load.context_tokens, load.step_ms)
+            learn_times(self._timing, placement.decode, event)
 
     def sequence_failed(self, sequence: Sequence, error: TandemError) -> None:
         """From a session. The sequence goes on elsewhere, waits, or ends with this error."""
@@ -296,6 +292,17 @@ class Dispatcher:
     def _unpark(self, sequence: Sequence, timer: asyncio.TimerHandle) -> None:
         timer.cancel()
         self._parked.pop(sequence, None)
+
+
+def learn_times(timing: TimingModel, decode: WorkerState, event: worker_pb2.RequestEvent) -> None:
+    """From a first token: what its prompt took, and what the decode worker's steps take."""
+    compute_ms = event.timeline.prefill_compute_us / 1e3
+    if not event.timeline.prefill_worker_id:  # the decode worker computed it, and its other requests' tokens meanwhile
+        compute_ms *= decode.share_beside(decode.num_in_flight - 1)
+    timing.observe_prefill(event.prompt_tokens - event.cached_tokens, event.cached_tokens, compute_ms)
+    load = decode.load
+    if load.running_requests and not decode.booked_prefills:  # steps of decodes alone
+        timing.observe_step(load.running_requests, load.context_tokens, load.step_ms)
 
 
 def _closed(workers: SequenceOf[WorkerState], now_s: float) -> SequenceOf[WorkerState]:

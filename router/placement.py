@@ -81,6 +81,7 @@ class Placement:
     expected_cached_tokens: int = 0
     expected_prefill_ms: float = 0.0
     candidates: Sequence[Candidate] = ()
+    local: Candidate | None = None  # the decode worker's own prefill, where that was weighed against a prefill worker's
     reason: str = ""
     is_fallback: bool = False  # a prefill worker was wanted and none was there
 

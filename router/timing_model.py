@@ -4,7 +4,8 @@
     decode   t_s(B, K) = alpha + beta B + gamma K       B sequences, K tokens of KV in the batch
 
 All times in milliseconds. Refinement is recursive least squares with forgetting; until enough was seen a prior serves,
-so that routing never stops for lack of a model.
+so that routing never stops for lack of a model. It is stretched by what was measured over what it said: three numbers
+take many samples, that the machine is twice as slow takes one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class LinearTiming:
         self._coefficients = [coefficient / unit for coefficient, unit in zip(prior, self._unit, strict=True)]
         self._covariance = [[PRIOR_VARIANCE * (row == column) for column in range(3)] for row in range(3)]
         self._num_samples = 0
+        self._prior = prior
+        self._measured_ms = self._expected_ms = 0.0  # of all samples, by the prior
         # What decisions read; changes once for each measurement.
         self.coefficients: tuple[float, float, float] = prior
 
@@ -71,9 +74,21 @@ class LinearTiming:
         self._num_samples += 1
         if self._num_samples % SAMPLES_PER_HOLD == 0:
             self._hold_unseen_directions()
-        if self._num_samples >= MIN_SAMPLES:
+        if self._num_samples < MIN_SAMPLES:
+            self.coefficients = self._stretched_prior(features, measured_ms)
+        else:
             c0, c1, c2 = (max(0.0, value * unit) for value, unit in zip(self._coefficients, self._unit, strict=True))
             self.coefficients = (c0, c1, c2)
+
+    def _stretched_prior(self, features: Vector, measured_ms: float) -> Vector:
+        """The prior times measured over expected, where the prior itself counts as one average sample. Long prompts
+        count more: their times say more of the machine, and are what decisions hang on."""
+        p0, p1, p2 = self._prior
+        self._measured_ms += measured_ms
+        self._expected_ms += features[0] * p0 + features[1] * p1 + features[2] * p2
+        prior_ms = self._expected_ms / self._num_samples
+        stretch = (self._measured_ms + prior_ms) / (self._expected_ms + prior_ms) if prior_ms > 0 else 1.0
+        return (p0 * stretch, p1 * stretch, p2 * stretch)
 
     def _hold_unseen_directions(self) -> None:
         """Forgetting makes what no sample points at grow for ever: each direction is held at the prior's, by itself."""

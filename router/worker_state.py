@@ -64,8 +64,8 @@ class WorkerState:
     used_tokens: int = field(default=0, init=False)  # of its KV pool
     never_used_blocks: int = field(default=0, init=False)
     capacity_tokens: int = field(default=0, init=False)  # what its KV pool holds; 0 while it has not said
-    # Prompt tokens that it takes into a step beside its streams, so that these are in time; 0: a whole prompt.
-    prefill_tokens_beside_decodes: int = field(default=0, init=False)
+    # What a prompt gets of its time beside streams, which are in time meanwhile; 0: all, and they wait.
+    prefill_share: float = field(default=0.0, init=False)
     restore_ms_per_token: float = field(default=0.0, init=False)  # from a lower tier
     takes_requests: bool = field(default=True, init=False)  # neither drains nor has stopped admission
     # Uncached tokens placed here, fading: who took more than its share lately.
@@ -87,6 +87,10 @@ class WorkerState:
     def num_in_flight(self) -> int:
         return max(self.reported_in_flight, self.booked_requests)
 
+    def share_beside(self, num_streams: int) -> float:
+        """What of its time it has for a prompt beside so many streams."""
+        return (self.prefill_share if num_streams > 0 else 0.0) or 1.0
+
     def recent_tokens(self, now_s: float) -> float:
         return self._recent_tokens * math.exp2((self._recent_at_s - now_s) / RECENT_HALF_LIFE_S)
 
@@ -106,7 +110,7 @@ class WorkerState:
         self.used_tokens = (load.total_blocks - load.free_blocks) * self.block_tokens
         self.never_used_blocks = load.free_blocks - load.cached_blocks
         self.capacity_tokens = load.total_blocks * self.block_tokens
-        self.prefill_tokens_beside_decodes = load.prefill_tokens_beside_decodes
+        self.prefill_share = load.prefill_share
         self.restore_ms_per_token = load.restore_ms_per_block / self.block_tokens if self.block_tokens else 0.0
         self.takes_requests = not (load.draining or load.admission_stopped)
 

@@ -44,8 +44,8 @@ class Front:
 
     def __init__(self, events: EventQueue, settings: SimulationSettings) -> None:
         model = settings.model
-        prior = TimingPrior((model.c0_ms, model.c1_ms, model.c2_ms), (model.alpha_ms, model.beta_ms, model.gamma_ms))
-        choice = choose_policy(settings.placement, settings.seed, prior)
+        truth = TimingPrior((model.c0_ms, model.c1_ms, model.c2_ms), (model.alpha_ms, model.beta_ms, model.gamma_ms))
+        choice = choose_policy(settings.placement, settings.seed, settings.router_prior or truth)
         self._events = events
         self._policy = choice.policy
         self._timing = choice.timing
@@ -62,6 +62,7 @@ class Front:
             choice.timing,
             TenantLimiter(TenantLimit(may_be_critical=True), settings.tenant_limits),
             settings.admission,
+            may_choose_local=choice.may_choose_local,
             clock=events.clock,
             timers=lambda: VirtualTimers(events),
         )
@@ -131,6 +132,8 @@ class Front:
         self.view.observed(computing.worker_id, placement.expected_cached_tokens, num_cached)
         for state in (placement.decode, *placement.prefill[:1]):
             self.view.answered(state.worker_id)
+        if placement.is_local:  # as the dispatcher does
+            compute_ms *= placement.decode.share_beside(placement.decode.num_in_flight - 1)
         self._timing.observe_prefill(num_prompt - num_cached, num_cached, compute_ms)
 
     def uncached_tokens(self, hashes: Sequence[BlockHash], num_tokens: int) -> int:

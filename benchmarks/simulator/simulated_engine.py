@@ -21,6 +21,7 @@ from engine.mock_engine import StepTiming
 from engine.request import EngineLimits, EngineLoad, EngineRequest
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceState
+from engine.step_budget import StepBudget
 from engine.step_plan import ScheduledChunk, StepPlan
 
 DEFAULT_MAX_LEAP = 16
@@ -60,6 +61,7 @@ class SimulatedEngine:
         sink: OutputSink,
         stepped: Callable[[], None],
         max_leap: int = DEFAULT_MAX_LEAP,
+        step_budget: StepBudget | None = None,
     ) -> None:
         self.pool = pool
         self.busy_s = 0.0
@@ -70,7 +72,8 @@ class SimulatedEngine:
         self._sink = sink
         self._stepped = stepped
         self._max_leap = max_leap
-        self._scheduler = Scheduler(pool, limits)
+        self._step_budget = step_budget
+        self._scheduler = Scheduler(pool, limits, step_budget=step_budget)
         self._num_arrivals = 0
         self._plan: StepPlan | None = None
         self._step: _Step | None = None
@@ -134,6 +137,7 @@ class SimulatedEngine:
             step_ms=step.first_s * 1e3 if step else 0.0,
             tokens_per_s=0.0,
             batch_size=len(self._plan.chunks) if self._plan else 0,
+            prefill_share=0.0 if self._step_budget is None else self._step_budget.prefill_share,
             census=self.pool.census(),
         )
 
@@ -150,6 +154,8 @@ class SimulatedEngine:
         chunks = plan.chunks
         num_steps = self._num_equal_steps(chunks)
         first_s = self._timing.step_s(chunks)
+        if self._step_budget is not None:
+            self._step_budget.saw_step(chunks, first_s * 1e3)
         longer_s = self._timing.decode[2] * len(chunks) / 1e3  # each step of a leap has a token more to attend to
         self._plan = plan
         self._step = _Step(now_s, first_s, longer_s, num_steps)

@@ -22,7 +22,7 @@ from engine.mock_engine import StepTiming
 from engine.prefix_cache import TokenIds
 from engine.request import EngineLimits, EngineRequest
 from engine.sequence import Sequence
-from engine.worker_engine import load_report
+from engine.worker_engine import load_report, step_budget
 from router.worker_state import Role, WorkerState
 
 FINGERPRINT = "simulated"
@@ -48,6 +48,7 @@ class WorkerShape:
     num_layers: int
     max_leap: int
     link_bytes_per_ms: float
+    itl_slo_ms: float  # of workers that decode: what prompts may take of a step
 
 
 class KvEventStream:
@@ -174,7 +175,15 @@ class SimulatedWorker:
         self.stream = KvEventStream(events, self.state, read_events, loss_share, chance)
         pool = BlockPool(shape.num_blocks, shape.block_tokens, FINGERPRINT, events=self.stream)
         self.engine = SimulatedEngine(
-            events, pool, shape.limits, shape.timing, self._began, self._take, self.changed, shape.max_leap
+            events,
+            pool,
+            shape.limits,
+            shape.timing,
+            self._began,
+            self._take,
+            self.changed,
+            shape.max_leap,
+            step_budget(role.value, shape.itl_slo_ms, shape.block_tokens),
         )
         self.port = LinkPort(shape.link_bytes_per_ms)
         self._waiting: deque[_Waiting] = deque()

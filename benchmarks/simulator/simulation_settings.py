@@ -11,12 +11,14 @@ from benchmarks.simulator.simulated_engine import DEFAULT_MAX_LEAP
 from benchmarks.simulator.simulated_worker import WorkerShape
 from cluster.identity import Tenant
 from cluster.router_settings import RouterLimits
+from cluster.worker_settings import DEFAULT_ITL_SLO_MS
 from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.policy import Policy
 from engine.mock_engine import StepTiming
 from engine.request import EngineLimits
 from router.admission import AdmissionSettings
 from router.tenant_limits import TenantLimit
+from router.timing_model import TimingPrior
 
 DEFAULT_BLOCK_TOKENS = 16
 # Llama-3.1-8B in bf16.
@@ -63,6 +65,8 @@ class SimulationSettings:
     round_trip_ms: float = 0.5
     route_ms: float = 1.0  # HTTP, tokenising, hashing, deciding
     max_batch_tokens: int = 8192
+    itl_slo_ms: float = DEFAULT_ITL_SLO_MS  # what a worker keeps its steps within beside prompts of its own; 0: nothing
+    router_prior: TimingPrior | None = None  # what the router believes at its start; None: the truth
     max_waiting: int = 1024  # of one worker
     # The router's own door: who waits there, who is refused.
     admission_ttft_ms: float = DEFAULT_LIMITS.ttft_slo_ms  # refused above twice that, sheddable above once; 0: never
@@ -111,4 +115,5 @@ class SimulationSettings:
             num_layers=self.num_layers,
             max_leap=self.max_leap,
             link_bytes_per_ms=self.link_bytes_per_ms,
+            itl_slo_ms=self.itl_slo_ms,
         )

@@ -37,6 +37,7 @@ from deploy.autoscaler.capacity import CapacityModel
 from deploy.autoscaler.policy import Policy, PoolBounds, ScaleDown
 from deploy.autoscaler.policy import Slo as PolicySlo
 from router.tenant_limits import TenantLimit
+from router.timing_model import TimingPrior
 
 # 100 tokens take 1 + 10 ms of prefill; a decode step takes 10 ms and 0.1 for each sequence.
 MODEL = CapacityModel(1.0, 0.1, 0.0, 10.0, 0.1, 0.0, kv_tokens=100_000, max_batch=64)
@@ -215,6 +216,53 @@ def test_prompts_that_land_at_once_share_the_decode_workers_link() -> None:
     assert max(map(_ttft_ms, _run(spread, together).run.records)) == pytest.approx(_ttft_ms(alone), abs=0.5)
     crossing = replace(spread, fabric_bytes_per_ms=1e3)
     assert max(map(_ttft_ms, _run(crossing, together).run.records)) == pytest.approx(1.0 + 400.0, abs=2.0)
+
+
+# One AVX-512 core and SmolLM2-135M: 2,048 tokens take 3.1 s of prefill, a step of eight streams 27 ms.
+CPU_MODEL = CapacityModel(2.0, 1.17, 3.6e-4, 14.0, 1.3, 1.8e-3, kv_tokens=40_000, max_batch=64)
+CPU_SETTINGS = SimulationSettings(CPU_MODEL, Slo(20_000.0, 100.0), 1, 1, max_batch_tokens=512, max_leap=1)
+
+
+def _streams_beside_long_prompts(settings: SimulationSettings) -> tuple[list[RequestRecord], list[RequestRecord]]:
+    """Eight streams, and a prompt of 2,048 tokens every 2 s: 1.5 times what the prefill worker computes."""
+    streams = [_arrival(index, 0.0, 128, 1500) for index in range(8)]
+    prompts = [_arrival(100 + number, 4.0 + 2 * number, 2048, 8) for number in range(10)]
+    records = _run(settings, streams + prompts, 24.0).run.records
+    return [one for one in records if one.index < 100], [one for one in records if one.index >= 100]
+
+
+def _mean_ttft_ms(records: list[RequestRecord]) -> float:
+    return sum(map(_ttft_ms, records)) / len(records)
+
+
+@pytest.mark.parametrize("itl_slo_ms", [80.0, 100.0, 140.0])
+def test_prompts_beside_streams_keep_their_objective(itl_slo_ms: float) -> None:
+    streams, prompts = _streams_beside_long_prompts(replace(CPU_SETTINGS, itl_slo_ms=itl_slo_ms))
+    gaps_ms = [
+        (after - before) * 1e3
+        for record in streams
+        for before, after in pairwise(record.chunk_times_s)
+        if 4.0 < after < 22.0
+    ]
+    assert max(gaps_ms) <= itl_slo_ms
+    assert all(record.is_ok for record in prompts)
+    computed_by = [record.stages.prefill_compute_ms for record in prompts if record.stages is not None]
+    assert sum(compute_ms > 3500 for compute_ms in computed_by) >= 2  # beside streams
+    assert sum(compute_ms < 3500 for compute_ms in computed_by) >= 4  # on the prefill worker
+
+
+def test_a_decode_workers_spare_time_shortens_the_prefill_pools_queue() -> None:
+    _, apart = _streams_beside_long_prompts(replace(CPU_SETTINGS, allows_local_prefill=False))
+    _, shared = _streams_beside_long_prompts(CPU_SETTINGS)
+    assert _mean_ttft_ms(shared) < 0.6 * _mean_ttft_ms(apart)
+
+
+@pytest.mark.parametrize("factor", [0.02, 0.4, 5.0])
+def test_a_router_that_begins_with_a_wrong_model_of_the_machine_places_as_well(factor: float) -> None:
+    prior = TimingPrior((2.0 * factor, 1.17 * factor, 3.6e-4 * factor), (14.0 * factor, 1.3 * factor, 1.8e-3 * factor))
+    _, told = _streams_beside_long_prompts(CPU_SETTINGS)
+    _, wrong = _streams_beside_long_prompts(replace(CPU_SETTINGS, router_prior=prior))
+    assert _mean_ttft_ms(wrong) < 1.15 * _mean_ttft_ms(told)
 
 
 def test_the_autoscaler_grows_the_pool_that_lacks_and_shrinks_it_again() -> None:

@@ -98,24 +98,27 @@ def test_k14_decodes_come_first_and_a_long_prompt_takes_what_is_left() -> None:
 
 def test_k14_prompts_beside_decodes_take_what_the_streams_objective_leaves() -> None:
     budget = StepBudget(itl_slo_ms=100.0, block_tokens=BLOCK)
-    budget.saw_step(0, 100, 100.0)  # a millisecond for a token
     desk = Desk(step_budget=budget, max_batch_tokens=512)
     desk.arrive(400)
-    assert scheduled(desk.step()) == {0: 400}  # nobody decodes: it is not bounded
+    plan = desk.step()
+    assert scheduled(plan) == {0: 400}  # nobody decodes: it is not bounded
+    budget.saw_step(plan.chunks, 400.0)  # a millisecond for a token
     desk.arrive(100)
     desk.arrive(100)
     assert scheduled(desk.step()) == {0: 1, 1: 85}
     assert scheduled(desk.step()) == {0: 1, 1: 15, 2: 70}
     for _ in range(5):
-        budget.saw_step(1, 0, 1000.0)
+        budget.saw_step([plan.chunks[0]._replace(num_tokens=1)], 1000.0)
     assert scheduled(desk.step()) == {0: 1, 1: 1, 2: BLOCK}  # streams that are late anyway do not starve a prompt
 
 
 def test_where_a_stream_may_begin_in_the_middle_of_a_step_prompts_alone_are_bounded_as_well() -> None:
     budget = StepBudget(itl_slo_ms=100.0, block_tokens=BLOCK, binds_alone=True)
-    budget.saw_step(0, 100, 100.0)  # a millisecond for a token
     desk = Desk(step_budget=budget, max_batch_tokens=512)
     desk.arrive(400)
+    plan = desk.step()
+    assert scheduled(plan) == {0: BLOCK}  # nothing is known
+    budget.saw_step(plan.chunks, float(BLOCK))  # a millisecond for a token
     assert scheduled(desk.step()) == {0: 85}
 
 

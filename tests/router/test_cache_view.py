@@ -379,6 +379,6 @@ def test_a_decode_worker_that_can_restore_most_of_a_prompt_computes_the_rest_its
         return policy.place(RequestView(1040, 16, restorable_tokens=restorable), snapshot, 0.0)
 
     assert place(0.002).is_local
-    assert not place(1.0).is_local
-    remote = place(1.0).candidates[-1].terms_ms
+    assert not place(2.0).is_local
+    remote = place(2.0).candidates[-1].terms_ms
     assert remote["transfer"] == policy.place(RequestView(1040, 16), snapshot, 0.0).candidates[-1].terms_ms["transfer"]

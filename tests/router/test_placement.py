@@ -422,7 +422,7 @@ def test_conversations_stay_where_their_prefix_is() -> None:
     at_s = 0.0
     for _ in range(10):
         for number, history in enumerate(histories):
-            at_s += chance.expovariate(8)
+            at_s += chance.expovariate(5)
             history.extend(chance.randrange(1000) for _ in range(96))
             turns.append((at_s, number, list(history)))
     cluster.run([(at, tokens) for at, _, tokens in turns])
@@ -514,21 +514,21 @@ def test_streams_that_are_kept_in_time_make_local_prefill_cheap_when_the_prefill
     snapshot = _snapshot(1, 1)
     decode = snapshot.decode[0]
     policy = _cache_aware(CacheAwareSettings())
-    for running, beside, queued, is_local in (
-        (8, 0, 4000, False),  # a whole prompt in one step: eight streams would stall
-        (8, 64, 4000, True),
-        (8, 64, 0, False),  # nobody waits: the prefill pool is there for this
-        (8, 2, 4000, False),  # the streams leave next to nothing
+    for running, share, queued, is_local in (
+        (8, 0.0, 4000, False),  # a whole prompt in one step: eight streams would stall
+        (8, 0.7, 4000, True),
+        (8, 0.7, 0, False),  # nobody waits: the prefill pool is there for this
+        (8, 0.05, 4000, False),  # the streams leave next to nothing
     ):
-        decode.take_report(worker_pb2.LoadReport(running_requests=running, prefill_tokens_beside_decodes=beside), 0.0)
+        decode.take_report(worker_pb2.LoadReport(running_requests=running, prefill_share=share), 0.0)
         snapshot.prefill[0].booked_prefill_tokens = queued
-        assert policy.place(_request(2000), snapshot, 0.0).is_local is is_local, (running, beside, queued)
+        assert policy.place(_request(2000), snapshot, 0.0).is_local is is_local, (running, share, queued)
 
 
 def test_what_a_decode_worker_prefills_already_goes_before() -> None:
     snapshot = _snapshot(1, 1)
     decode = snapshot.decode[0]
-    decode.take_report(worker_pb2.LoadReport(running_requests=8, prefill_tokens_beside_decodes=64), 0.0)
+    decode.take_report(worker_pb2.LoadReport(running_requests=8, prefill_share=0.7), 0.0)
     snapshot.prefill[0].booked_prefill_tokens = 4000
     decode.booked_prefill_tokens = 4000
     assert not _cache_aware(CacheAwareSettings()).place(_request(2000), snapshot, 0.0).is_local
@@ -556,6 +556,23 @@ def test_every_decision_explains_itself_in_milliseconds() -> None:
     for candidate in placement.candidates:
         assert candidate.total_ms == pytest.approx(sum(candidate.terms_ms.values()))
         assert all(term >= 0 for term in candidate.terms_ms.values())
+
+
+def test_the_decode_workers_own_prefill_is_explained_beside_the_others() -> None:
+    snapshot = _snapshot(1, 1)
+    snapshot.decode[0].take_report(worker_pb2.LoadReport(running_requests=8, prefill_share=0.8), 0.0)
+    policy = _cache_aware(CacheAwareSettings())
+    for queued, is_local in ((0, False), (8000, True)):
+        snapshot.prefill[0].booked_prefill_tokens = queued
+        placement = policy.place(_request(2000), snapshot, 0.0)
+        assert placement.local is not None
+        assert placement.local.worker is snapshot.decode[0]
+        assert placement.local.total_ms == pytest.approx(sum(placement.local.terms_ms.values()))
+        remote, _ = (candidate.terms_ms for candidate in placement.candidates)
+        assert placement.local.terms_ms["prefill"] == pytest.approx(remote["prefill"] / 0.8 + remote["work"])
+        assert placement.is_local is is_local
+    snapshot = ClusterSnapshot(snapshot.prefill, snapshot.decode, allows_local_prefill=False)
+    assert policy.place(_request(2000), snapshot, 0.0).local is None
 
 
 def test_decisions_are_fast_with_64_and_1000_workers() -> None:

@@ -12,11 +12,30 @@ from router.timing_model import MIN_SAMPLES, TimingModel, TimingPrior, exposed_t
 PRIOR = TimingPrior(prefill=(5.0, 0.5, 0.0001), decode=(15.0, 0.5, 0.001))
 
 
-def test_the_prior_serves_until_enough_was_seen() -> None:
-    model = TimingModel(PRIOR)
-    for _ in range(MIN_SAMPLES - 1):
-        model.observe_prefill(100, 0, 1.0)
-    assert model.prefill_ms(100, 0) == pytest.approx(5 + 50 + 0.0001 * 100 * 50)
+def test_the_prior_serves_until_something_was_seen() -> None:
+    assert TimingModel(PRIOR).prefill_ms(100, 0) == pytest.approx(5 + 50 + 0.0001 * 100 * 50)
+
+
+@pytest.mark.parametrize("speed", [0.02, 1.0, 3.0])
+def test_until_enough_was_seen_the_prior_is_stretched_by_what_was(speed: float) -> None:
+    model, truth = TimingModel(PRIOR), TimingModel(PRIOR)
+    errors = []
+    for index in range(MIN_SAMPLES - 1):
+        uncached = 100 + 400 * (index % 5)
+        model.observe_prefill(uncached, 0, speed * truth.prefill_ms(uncached, 0))
+        errors.append(abs(model.prefill_ms(2000, 0) / (speed * truth.prefill_ms(2000, 0)) - 1))
+    # Of one sample's word and the prior's, the mean; then the samples'.
+    assert errors[0] == pytest.approx(abs((speed + 1) / 2 / speed - 1))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == pytest.approx(errors[0] / 10)
+
+
+def test_a_short_prompt_that_waited_for_others_says_little_beside_long_ones() -> None:
+    model, truth = TimingModel(PRIOR), TimingModel(PRIOR)
+    model.observe_prefill(10, 0, 50 * truth.prefill_ms(10, 0))
+    for _ in range(4):
+        model.observe_prefill(2000, 0, truth.prefill_ms(2000, 0))
+    assert model.prefill_ms(2000, 0) == pytest.approx(truth.prefill_ms(2000, 0), rel=0.15)
 
 
 def test_the_model_learns_another_machine_through_noise() -> None:

@@ -412,8 +412,8 @@ class LoadReport(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     ADMISSION_STOPPED_FIELD_NUMBER: _builtins.int
-    PREFILL_TOKENS_BESIDE_DECODES_FIELD_NUMBER: _builtins.int
     RESTORE_MS_PER_BLOCK_FIELD_NUMBER: _builtins.int
+    PREFILL_SHARE_FIELD_NUMBER: _builtins.int
     running_requests: _builtins.int
     waiting_requests: _builtins.int
     waiting_tokens: _builtins.int
@@ -434,10 +434,10 @@ class LoadReport(_message.Message):
     draining: _builtins.bool
     admission_stopped: _builtins.bool
     """quarantine above its share of the pool"""
-    prefill_tokens_beside_decodes: _builtins.int
-    """in one step, at most, so that streams are in time; 0: unbounded"""
     restore_ms_per_block: _builtins.float
     """of bringing a block from a lower tier into the pool; 0: there is none"""
+    prefill_share: _builtins.float
+    """What prompts get of the time of steps with decodes, so that streams are in time; 0: a prompt takes whole steps."""
     def __init__(
         self,
         *,
@@ -455,12 +455,12 @@ class LoadReport(_message.Message):
         context_tokens: _builtins.int = ...,
         draining: _builtins.bool = ...,
         admission_stopped: _builtins.bool = ...,
-        prefill_tokens_beside_decodes: _builtins.int = ...,
         restore_ms_per_block: _builtins.float = ...,
+        prefill_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_stopped", b"admission_stopped", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "prefill_tokens_beside_decodes", b"prefill_tokens_beside_decodes", "quarantined_blocks", b"quarantined_blocks", "queue_ms", b"queue_ms", "reserved_blocks", b"reserved_blocks", "restore_ms_per_block", b"restore_ms_per_block", "running_requests", b"running_requests", "step_ms", b"step_ms", "tokens_per_s", b"tokens_per_s", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_stopped", b"admission_stopped", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "draining", b"draining", "free_blocks", b"free_blocks", "prefill_share", b"prefill_share", "quarantined_blocks", b"quarantined_blocks", "queue_ms", b"queue_ms", "reserved_blocks", b"reserved_blocks", "restore_ms_per_block", b"restore_ms_per_block", "running_requests", b"running_requests", "step_ms", b"step_ms", "tokens_per_s", b"tokens_per_s", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
