@@ -14,7 +14,7 @@ from decode_worker.speculation.mtp import NAME as MTP
 from decode_worker.speculation.mtp import open_mtp
 from decode_worker.speculation.ngram import NgramDrafter
 from decode_worker.speculation.speculator import OFF, DraftingSpeculator
-from decode_worker.speculation.step_costs import measure_step_costs
+from decode_worker.speculation.step_costs import measure_step_costs, step_of_rows
 from decode_worker.speculation.suffix import SuffixDrafter
 from decode_worker.speculation.trained import measure_guess_ms, open_trained
 from engine.runner_factory import BuiltRunner
@@ -66,18 +66,23 @@ def _open_drafters(
         return {name: drafter}, {name: costs.step_ms[0]}, (name,)
     if name == "eagle" or name == "medusa":
         trained = open_trained(name, settings, built.config)
-        return {name: trained}, {name: measure_guess_ms(trained, built.config.hidden_size)}, (name,)
+        return {name: trained}, {name: _guess_ms(trained, settings, built)}, (name,)
     if name == MTP:
         mtp = open_mtp(settings, built.config)
-        return {name: mtp}, {name: measure_guess_ms(mtp, built.config.hidden_size)}, (name,)
+        return {name: mtp}, {name: _guess_ms(mtp, settings, built)}, (name,)
     reader = _open_reader_if_there(settings, built)
     if reader is None:
         return look_ups, {}, (AUTO_LOOK_UP,)
     return (
         look_ups | {reader.name: reader},
-        {reader.name: measure_guess_ms(reader, built.config.hidden_size)},
+        {reader.name: _guess_ms(reader, settings, built)},
         (AUTO_LOOK_UP, reader.name),
     )
+
+
+def _guess_ms(drafter: EagleDrafter | MedusaDrafter, settings: WorkerSettings, built: BuiltRunner) -> float:
+    step = step_of_rows(1, settings.block_tokens)
+    return measure_guess_ms(drafter, built.config.hidden_size, lambda: built.runner.forward(step, None))
 
 
 def _open_reader_if_there(settings: WorkerSettings, built: BuiltRunner) -> EagleDrafter | MedusaDrafter | None:

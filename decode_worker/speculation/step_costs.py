@@ -28,7 +28,7 @@ def measure_step_costs(
     rows = tuple(count for count in MEASURED_ROWS if count <= num_blocks * block_tokens)
     step_ms = []
     for count in rows:
-        step = _step(count, block_tokens)
+        step = step_of_rows(count, block_tokens)
         runner.forward(step, None)  # the first one of a size pays for buffers
         times_ms = []
         for _ in range(NUM_REPEATS):
@@ -39,7 +39,7 @@ def measure_step_costs(
     return StepCosts(rows, tuple(step_ms), DRAFT_MS)
 
 
-def _step(num_rows: int, block_tokens: int) -> StepInput:
+def step_of_rows(num_rows: int, block_tokens: int) -> StepInput:
     """One sequence with so many new tokens, all of whose logits are wanted."""
     ascending = np.arange(num_rows, dtype=np.int32)
     return StepInput(

@@ -42,13 +42,18 @@ def open_trained(kind: DrafterKind, settings: WorkerSettings, target: ModelConfi
 
 
 def measure_guess_ms(
-    drafter: EagleDrafter | MedusaDrafter, hidden_size: int, clock: Callable[[], float] = time.thread_time
+    drafter: EagleDrafter | MedusaDrafter,
+    hidden_size: int,
+    target_step: Callable[[], object],
+    clock: Callable[[], float] = time.thread_time,
 ) -> float:
-    """Milliseconds of this thread's processor time that one guess takes, in a chain of a few."""
+    """Milliseconds of this thread's processor time that one guess takes, in a chain of a few behind a step of the
+    target: that has read all its weights, so the drafter's come from memory again."""
     request_id = RequestId("measurement")
     taps = np.ones((1, len(drafter.tap_layers), hidden_size), np.float32)
     times_ms = []
     for position in range(NUM_REPEATS):
+        target_step()
         drafter.sampled(request_id, position, (0,), taps)
         started_s = clock()
         with torch.inference_mode():
