@@ -87,7 +87,8 @@ class DecodePeer:
         self._outgoing: asyncio.Queue[handoff_pb2.PrefillToDecode] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._last_heard = clock()
         self._loop = asyncio.get_running_loop()
-        self._hung_up: asyncio.Future[TandemError] = self._loop.create_future()
+        self._hung_up: TandemError | None = None
+        self._is_to_be_judged_anew = asyncio.Event()  # somebody hung up, or it has something here now
         self.pusher.tell_when_broken(self._link_broke)
 
     # --- its stream ---------------------------------------------------------------------------------------------------
@@ -119,15 +120,16 @@ class DecodePeer:
     async def watch_silence(self, max_silence_s: float, max_idle_silence_s: float) -> None:
         """Raises `WorkerUnavailable` once nothing was heard for so long, or when somebody hung up. `max_idle_silence_s`
         is for a peer that has nothing here."""
-        while True:
+        while self._hung_up is None:
             allowed_s = max_silence_s if self.flows else max_idle_silence_s
             silent_s = self._clock() - self._last_heard
             if silent_s >= allowed_s:
                 raise WorkerUnavailable(f"decode worker {self.worker_id} was silent for {silent_s:.1f} s")
-            # The first flow of an idle peer shortens what is allowed: to wait for longer would be to miss that.
-            done, _ = await asyncio.wait((self._hung_up,), timeout=min(allowed_s - silent_s, max_silence_s))
-            if done:
-                raise self._hung_up.result()
+            self._is_to_be_judged_anew.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(allowed_s - silent_s):
+                    await self._is_to_be_judged_anew.wait()
+        raise self._hung_up
 
     def status(self) -> worker_pb2.PeerStatus:
         return worker_pb2.PeerStatus(
@@ -143,8 +145,8 @@ class DecodePeer:
         self._hang_up(WorkerUnavailable(reason))
 
     def _hang_up(self, error: TandemError) -> None:
-        if not self._hung_up.done():
-            self._hung_up.set_result(error)
+        self._hung_up = self._hung_up or error
+        self._is_to_be_judged_anew.set()
 
     def _link_broke(self, error: TandemError) -> None:
         """On the sending thread. A peer without its link serves nobody: a new stream brings a new link."""
@@ -170,6 +172,7 @@ class DecodePeer:
                 duplicate = WorkerUnavailable(f"epoch {ref.epoch} of this transfer was asked for before")
                 raise PrefillRejected(handoff_pb2.REJECT_REASON_DUPLICATE, duplicate)
             self.flows[ref] = self._node.start_flow(request, self, lambda: self._flow_ended(ref))
+            self._is_to_be_judged_anew.set()
         except PrefillRejected as rejected:
             reject = handoff_pb2.Reject(
                 key=request.key,

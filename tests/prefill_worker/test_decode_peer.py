@@ -85,23 +85,33 @@ async def test_kv36_a_ping_of_another_incarnation_ends_the_stream() -> None:
     memory.close()
 
 
+class TakingNode(Node):
+    """Takes every attempt on."""
+
+    def start_flow(
+        self, request: handoff_pb2.PrefillRequest, peer: DecodePeer, on_ended: Callable[[], None]
+    ) -> PrefillFlow:
+        return cast(PrefillFlow, object())
+
+
 async def test_who_has_something_here_may_be_silent_for_seconds_and_who_has_nothing_for_longer() -> None:
     memory, now_s = KvMemory(LAYOUT, 4), 0.0
     pusher = LayerPusher(BrokenSender(), memory, LinkCosts(1e9, 1e-5))
     link = PeerLink(pusher, "broken", "", 1.0, 2**20)
-    peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), link, Node(), clock=lambda: now_s)
-    now_s = 5.0
-    watching = asyncio.create_task(peer.watch_silence(0.001, 13.5))
-    for _ in range(20):  # it looks again and again, and finds nothing wrong
-        await asyncio.wait((watching,), timeout=0.001)
-    assert not watching.done()
-    peer.flows[TransferRef(TransferId(TRANSFER), 1)] = cast(PrefillFlow, object())
+    peer = DecodePeer(WorkerId("d0"), Incarnation("d1"), link, TakingNode(), clock=lambda: now_s)
+    watching = asyncio.create_task(peer.watch_silence(0.001, 1000))  # which waits for minutes
+    await asyncio.sleep(0)
+    now_s = 900.0
+    ref = TransferRef(TransferId(TRANSFER), 1)
+    peer.on_message(handoff_pb2.DecodeToPrefill(prefill=handoff_pb2.PrefillRequest(key=ref.to_message())))
+    assert list(peer.flows) == [ref]
+    now_s = 905.0
     async with asyncio.timeout(60):
         with pytest.raises(WorkerUnavailable, match=r"silent for 5\.0 s"):
             await watching
         peer.flows.clear()
-        now_s = 14.0
-        with pytest.raises(WorkerUnavailable, match=r"silent for 14\.0 s"):
-            await peer.watch_silence(3.5, 13.5)
+        now_s = 2000.0
+        with pytest.raises(WorkerUnavailable, match=r"silent for 1100\.0 s"):
+            await peer.watch_silence(3.5, 1000)
         await peer.close()
     memory.close()
