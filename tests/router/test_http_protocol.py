@@ -232,7 +232,7 @@ async def test_f18_a_client_that_never_reads_is_cut_off_and_its_request_cancelle
     _, writer = await asyncio.open_connection(host, int(port), limit=1024)
     body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 500, "stream": True}).encode()
     writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
-    await worker.wait_for(lambda: len(worker.cancels) == 1, timeout_s=20)
+    await worker.wait_for(lambda: len(worker.cancels) == 1)
     async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         assert (await http.get("/livez")).status_code == 200
     await router.until(lambda: router.bookings() == [(0, 0, 0)])
