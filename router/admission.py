@@ -27,7 +27,7 @@ from router.load_policies import prefill_queue_ms
 from router.placement import ClusterSnapshot
 from router.tenant_limits import TenantLimiter
 from router.timing_model import TimingModel
-from router.worker_state import WorkerState
+from router.worker_state import Role, WorkerState
 
 # How late a first token may be, in units of the objective; None: however late.
 SLO_FACTORS: dict[Tier, float | None] = {Tier.CRITICAL: None, Tier.NORMAL: 2.0, Tier.SHEDDABLE: 1.0}
@@ -214,7 +214,8 @@ class Admission:
     def predicted_ms(self, waiting: Waiting, snapshot: ClusterSnapshot, now_s: float) -> float:
         """How long until it could begin: all that goes before it, shared by who computes, behind the shortest queue."""
         computing = snapshot.computing
-        before_ms = self._timing.prefill_ms(self._queue.tokens_before(waiting, now_s), 0) / max(1, len(computing))
+        num_computing = max(1.0, len(computing) + (_share_beside_streams(snapshot) if self._may_choose_local else 0.0))
+        before_ms = self._timing.prefill_ms(self._queue.tokens_before(waiting, now_s), 0) / num_computing
         return before_ms + min(prefill_queue_ms(worker, self._timing, now_s) for worker in computing)
 
     def status(self) -> dict[str, Any]:
@@ -285,6 +286,14 @@ def _may_prefill_beside_streams(snapshot: ClusterSnapshot) -> bool:
     return snapshot.allows_local_prefill and any(
         worker.prefill_share and not worker.booked_prefills for worker in snapshot.decode
     )
+
+
+def _share_beside_streams(snapshot: ClusterSnapshot) -> float:
+    """What decode workers that keep their streams in time meanwhile add to the prefill pool, in workers."""
+    if not (snapshot.prefill and snapshot.allows_local_prefill):
+        return 0.0
+    able = [worker for worker in snapshot.decode if worker.role is Role.DECODE and worker.prefill_share]
+    return sum(worker.share_beside(worker.num_in_flight) for worker in able)
 
 
 def _has_kv(worker: WorkerState) -> bool:

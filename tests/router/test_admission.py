@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -13,10 +13,17 @@ import pytest
 import pytest_asyncio
 from tandem.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 
-from cluster.identity import Tenant
-from router.tenant_limits import TenantLimit
+from cluster.identity import RequestId, Tenant
+from router.admission import PROMPTS_AHEAD, Admission, AdmissionSettings, Arrival
+from router.fair_queue import Tier, Waiting
+from router.placement import ClusterSnapshot
+from router.policies import DEFAULT_PRIOR
+from router.tenant_limits import TenantLimit, TenantLimiter
 from router.tenants import ApiKeys
+from router.timing_model import TimingModel, TimingPrior
+from router.worker_state import Role
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
+from tests.router.placement_simulation import worker
 from tests.router.scripted_worker import ScriptedWorker
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "abc", "max_tokens": 2, "temperature": 0}
@@ -274,3 +281,44 @@ async def test_rt63_a_worker_that_keeps_failing_is_not_asked_for_a_while(start_r
             "decode-0": "open",
             "decode-1": "closed",
         }
+
+
+class StillWorkers:
+    """Workers of which nothing new is heard."""
+
+    def __init__(self, snapshot: ClusterSnapshot) -> None:
+        self._snapshot = snapshot
+
+    def snapshot(self) -> ClusterSnapshot:
+        return self._snapshot
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Nothing changes."""
+
+
+@pytest.mark.parametrize(
+    ("chooses_local", "allows_local", "num_computing"), [(True, True, 1.5), (True, False, 1.0), (False, True, 1.0)]
+)
+async def test_what_decode_workers_have_to_spare_shortens_the_predicted_wait(
+    chooses_local: bool, allows_local: bool, num_computing: float
+) -> None:
+    prefill, decode = worker("prefill-0"), worker("decode-0", Role.DECODE)
+    prefill.booked_prefills, decode.booked_prefills = PROMPTS_AHEAD, 1
+    decode.prefill_share, decode.booked_requests = 0.5, 8
+    snapshot = ClusterSnapshot([prefill], [decode], allows_local)
+    admission = Admission(
+        StillWorkers(snapshot),
+        TimingModel(TimingPrior((0.0, 1.0, 0.0), DEFAULT_PRIOR.decode)),
+        TenantLimiter(TenantLimit()),
+        AdmissionSettings(max_requests=10, max_waiting=10, ttft_slo_ms=0.0, max_worker_queue_ms=0.0),
+        may_choose_local=chooses_local,
+        clock=lambda: 0.0,
+    )
+    tenant, priority, deadline_s = Tenant("one"), 0, 60.0
+    arrival = Arrival(
+        RequestId("first"), tenant, priority, deadline_s, lambda: 3000, lambda: pytest.fail("began"), lambda _: None
+    )
+    assert admission.submit(arrival) is not None
+    newcomer = Waiting(tenant, Tier.NORMAL, 10, deadline_s, 0.0)
+    assert admission.predicted_ms(newcomer, snapshot, 0.0) == pytest.approx(3000 / num_computing)
+    admission.close()
