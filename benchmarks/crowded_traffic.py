@@ -3,8 +3,8 @@
     tenants     conversations, each behind its tenant's system prompt; a few tenants have most of them
     library     questions about documents, a few of which most are about
 
-A request is made of messages whose content is an id and a length, so the same traffic goes as text to a server
-(`as_planned`) and as arrivals to the simulator (`as_arrivals`). Everything is drawn from the seed.
+A request is made of messages whose content is an id and a length; `as_planned` writes them as text. Everything is drawn
+from the seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.simulator.simulated_traffic import SimulatedArrival
 from benchmarks.workload import ChatMessage, PlannedRequest
 
 OUTPUT_TOKENS = 16
@@ -112,19 +111,6 @@ def as_planned(requests: Sequence[CrowdedRequest], words: Sequence[str]) -> list
             shareable_tokens=None,
             session=request.session,
             turn=request.turn,
-        )
-        for index, request in enumerate(requests)
-    ]
-
-
-def as_arrivals(requests: Sequence[CrowdedRequest]) -> list[SimulatedArrival]:
-    """As content ids and lengths; what a chat template adds is left out."""
-    return [
-        SimulatedArrival(
-            index,
-            request.time_s,
-            OUTPUT_TOKENS,
-            tuple((content.content_id + 1, content.num_tokens) for content in request.messages),
         )
         for index, request in enumerate(requests)
     ]

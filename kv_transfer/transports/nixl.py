@@ -192,11 +192,12 @@ class _Staging:
         self._free: list[memoryview] = []
 
     def take(self, num_bytes: int) -> memoryview:
-        """A buffer of at least so many bytes; give it back once the write is done."""
+        """A buffer of at least so many bytes; give it back once the write is done. Sizes double: frames that grow
+        bit by bit do not leave a buffer each."""
         for index, buffer in enumerate(self._free):
             if buffer.nbytes >= num_bytes:
                 return self._free.pop(index)
-        buffer = memoryview(bytearray(max(STAGING_BYTES, num_bytes)))
+        buffer = memoryview(bytearray(max(STAGING_BYTES, 1 << (num_bytes - 1).bit_length())))
         self._agent.register_memory([(address_of(buffer), buffer.nbytes, 0, "")], "DRAM")
         return buffer
 

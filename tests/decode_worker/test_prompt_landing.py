@@ -329,6 +329,19 @@ async def test_kv49_rejected_attempt_passes_its_blocks_on_under_another_epoch(de
     assert desk.timeline.attempts == 2
 
 
+async def lands_behind_two_blocks(desk: Desk, task: asyncio.Task[Landed | None], ref: TransferRef) -> None:
+    """The attempt `ref` was asked for all but the first two blocks, brings them, and the whole prompt is right."""
+    asked = desk.peer.sent[-1].prefill
+    assert (asked.have_tokens, len(asked.destination)) == (2 * LAYOUT.block_tokens, NUM_PROMPT_BLOCKS - 2)
+    desk.peer.accept(ref)
+    for block in range(2, NUM_PROMPT_BLOCKS):
+        assert desk.peer.frame(ref, block)
+    desk.peer.commit(ref)
+    result = await landed(task)
+    assert_holds(desk.memory, result.prompt.blocks[:NUM_PROMPT_BLOCKS], PROMPT)
+    take(desk, result)
+
+
 async def test_f01_dead_peer_leaves_the_verified_prefix_to_the_next(desk: Desk) -> None:
     task, first = await desk.ask("prefill-0", "prefill-1")
     desk.peer.accept(first)
@@ -337,15 +350,7 @@ async def test_f01_dead_peer_leaves_the_verified_prefix_to_the_next(desk: Desk) 
     await asyncio.sleep(0)
     desk.peer.listeners[first].peer_gone(WorkerUnavailable("killed"))
     second = await desk.asked(2)
-    asked = desk.peer.sent[-1].prefill
-    assert (asked.have_tokens, len(asked.destination)) == (2 * LAYOUT.block_tokens, NUM_PROMPT_BLOCKS - 2)
-    desk.peer.accept(second)
-    for block in range(2, NUM_PROMPT_BLOCKS):
-        assert desk.peer.frame(second, block)
-    desk.peer.commit(second)
-    result = await landed(task)
-    assert_holds(desk.memory, result.prompt.blocks[:NUM_PROMPT_BLOCKS], PROMPT)
-    take(desk, result)
+    await lands_behind_two_blocks(desk, task, second)
 
 
 async def test_f07_nobody_left_is_local_prefill_where_allowed(desk: Desk) -> None:
@@ -367,15 +372,7 @@ async def test_kv39_a_broken_link_is_made_anew_and_the_same_worker_asked_for_the
     desk.peer.commit(first, to_failure(KvLinkBroken("connection reset")))
     second = await desk.asked(2)
     assert desk.peer.hung_up == [link]
-    asked = desk.peer.sent[-1].prefill
-    assert (asked.have_tokens, len(asked.destination)) == (2 * LAYOUT.block_tokens, NUM_PROMPT_BLOCKS - 2)
-    desk.peer.accept(second)
-    for block in range(2, NUM_PROMPT_BLOCKS):
-        assert desk.peer.frame(second, block)
-    desk.peer.commit(second)
-    result = await landed(task)
-    assert_holds(desk.memory, result.prompt.blocks[:NUM_PROMPT_BLOCKS], PROMPT)
-    take(desk, result)
+    await lands_behind_two_blocks(desk, task, second)
 
 
 async def test_kv39_a_link_that_breaks_again_is_not_tried_for_ever(desk: Desk) -> None:
