@@ -10,7 +10,7 @@ from tandem.v1 import handoff_pb2
 from cluster.identity import Incarnation, WorkerId
 from cluster.kv_layout import KvLayout
 from decode_worker.decode_metrics import DecodeMetrics
-from decode_worker.prefill_peer import PeerLink, TransferListener
+from decode_worker.peer_link import PeerLink, TransferListener
 from decode_worker.reservations import Reservations
 from kv_transfer.landing_table import LandingTable
 from kv_transfer.protocol_limits import ProtocolLimits

@@ -14,12 +14,9 @@ Messages of a transfer go to the listener that registered its key. When the stre
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import grpc
 from tandem.v1 import handoff_pb2, handoff_pb2_grpc, worker_pb2
@@ -29,6 +26,7 @@ from cluster.errors import KvLinkBroken, TandemError, WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId
 from cluster.racing_tasks import first_of
 from cluster.rpc_errors import from_rpc_error
+from decode_worker.peer_link import PeerLink, PeerResources, PeerState, TransferListener
 from decode_worker.peer_use import PeerUse
 from kv_transfer.transfer_ref import TransferRef
 
@@ -41,46 +39,6 @@ HandoffCall: TypeAlias = grpc.aio.StreamStreamCall[handoff_pb2.DecodeToPrefill, 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PeerTiming:
-    """When a peer is dead, and how soon it is tried again."""
-
-    handshake_timeout_s: float = 5.0
-    # Dead after MAX_MISSED_PINGS of them, at once on a broken stream. While nothing of ours is live there, as seldom as
-    # the peer itself allows (`HelloAck.idle_ping_ms`).
-    ping_interval_s: float = 1.0
-    # A link among many that no request has needed for so long is closed: its ring, threads and pings are for nothing.
-    unused_after_s: float = 60.0
-    min_backoff_s: float = 0.1
-    max_backoff_s: float = 5.0
-    # A refusal is a difference of settings: it lasts until somebody restarts one side, and a restart shows as a new
-    # incarnation; asking again this often only covers a membership that says nothing.
-    refused_retry_s: float = 30.0
-
-
-class PeerState(enum.Enum):
-    IDLE = "idle"
-    CONNECTING = "connecting"
-    READY = "ready"
-    REFUSED = "refused"
-    BROKEN = "broken"
-    CLOSED = "closed"
-
-
-class TransferListener(Protocol):
-    """One attempt's ear on a peer. Called on the event loop."""
-
-    def on_message(self, message: handoff_pb2.PrefillToDecode) -> None: ...
-
-    def listed(self, ref: TransferRef, is_listed: bool) -> None:
-        """Whether P's own list of live attempts has this one."""
-        ...
-
-    def peer_gone(self, error: TandemError) -> None:
-        """`KvLinkBroken` where the peer itself is there."""
-        ...
-
-
 class _Listening(NamedTuple):
     """One attempt's ear, and how many pings were sent before it was asked for.
 
@@ -90,45 +48,6 @@ class _Listening(NamedTuple):
 
     listener: TransferListener
     num_pings: int
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLink:
-    """What one handshake agreed on, until its stream ends. `silent` is set after that, once nothing of the link can
-    land any more."""
-
-    incarnation: Incarnation
-    transport: str
-    transport_reason: str
-    measured_gb_per_s: float
-    silent: asyncio.Event
-    idle_ping_s: float = 0.0  # while nothing of ours is live there; 0: as often as otherwise
-
-
-class Handshake(Protocol):
-    """Makes this worker's Hello for one connection and judges the answer."""
-
-    def hello(self, peer: str) -> handoff_pb2.Hello: ...
-
-    def goodbye(self, hello: handoff_pb2.Hello, on_silent: Callable[[], None]) -> None:
-        """That connection is over: what its Hello allowed is void, and its KV connections are broken. `on_silent` is
-        called, from any thread, when nothing of them can land any more."""
-        ...
-
-    def mismatches(self, answer: handoff_pb2.HelloAck) -> list[handoff_pb2.Mismatch]:
-        """What forbids this pair; empty when they fit."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PeerResources:
-    """What all peers of a decode worker share."""
-
-    open_channel: Callable[[str], grpc.aio.Channel]
-    handshake: Handshake
-    load_report: Callable[[], worker_pb2.LoadReport]
-    timing: PeerTiming
-    connects_ahead: Callable[[], bool]  # there are few enough of them to be connected to all
 
 
 class PrefillPeer:

@@ -17,7 +17,8 @@ from tandem.v1 import common_pb2, membership_pb2, worker_pb2
 from cluster.errors import WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId
 from cluster.membership_state import ChangeKind, MembershipChange
-from decode_worker.prefill_peer import Handshake, PeerResources, PeerState, PeerTiming, PrefillPeer
+from decode_worker.peer_link import Handshake, PeerResources, PeerState, PeerTiming
+from decode_worker.prefill_peer import PrefillPeer
 
 # What a request waits for a peer that is just connecting: the handshake with its link probe, not a dead host.
 CONNECT_WAIT_S = 1.0

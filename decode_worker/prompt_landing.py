@@ -22,7 +22,7 @@ from cluster.errors import KvLinkBroken, TandemError, WorkerUnavailable, from_fa
 from cluster.identity import BlockRef, Incarnation, WorkerId, new_transfer_id
 from decode_worker.landing_messages import Landed, LandingMessages, rejection
 from decode_worker.landing_resources import LandingResources, TransferPeer
-from decode_worker.prefill_peer import PeerLink
+from decode_worker.peer_link import PeerLink
 from decode_worker.request_check import AcceptedRequest
 from decode_worker.request_timeline import RequestMoment, RequestTimeline
 from decode_worker.reservations import Reservation

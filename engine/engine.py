@@ -29,14 +29,7 @@ from engine.executor import StepExecutor, StepResults
 from engine.inbox import Inbox, InboxItems
 from engine.kv_progress import KvProgress
 from engine.kv_tiering import KvTiering
-from engine.request import (
-    EngineLimits,
-    EngineLoad,
-    EngineRequest,
-    FinishReason,
-    OutputSink,
-    SequenceOutput,
-)
+from engine.request import EngineLimits, EngineLoad, EngineRequest, FinishReason, OutputSink, SequenceOutput
 from engine.request_check import check_request
 from engine.result_taker import ResultTaker, Taken, decide_stop
 from engine.scheduler import Scheduler
@@ -153,21 +146,10 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Sums since the start, and what the swap space holds now."""
-        figures = self._figures
-        counters: dict[str, float] = {
-            "preemptions": self._scheduler.num_preemptions,
-            "iterations": figures.num_steps,
-            "iteration_seconds": figures.total_s,
-            "iteration_tokens": figures.total_rows,
-        }
-        if self._swap is not None:
-            counters["preemptions_swapped"] = self._swap.num_saved
-            counters["swapped_in"] = self._swap.num_restored
-            counters["swapped_bytes"] = self._swap.used_bytes
-        if self._tiering is not None:
-            counters.update(self._tiering.counters())
-        if self._speculator is not None:
-            counters.update(self._speculator.counters())
+        counters = self._figures.counters() | {"preemptions": self._scheduler.num_preemptions}
+        for part in (self._swap, self._tiering, self._speculator):
+            if part is not None:
+                counters.update(part.counters())
         return counters
 
     def tell_when_ended(self, callback: Callable[[], None]) -> None:

@@ -31,3 +31,11 @@ class StepFigures:
             self.total_s + step_s,
             self.total_rows + num_rows,
         )
+
+    def counters(self) -> dict[str, float]:
+        """The sums, by the names that metrics are made from."""
+        return {
+            "iterations": self.num_steps,
+            "iteration_seconds": self.total_s,
+            "iteration_tokens": self.total_rows,
+        }

@@ -82,6 +82,14 @@ class SwapSpace:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._saved
 
+    def counters(self) -> dict[str, float]:
+        """Saves and restores since the start, and what is held now."""
+        return {
+            "preemptions_swapped": self.num_saved,
+            "swapped_in": self.num_restored,
+            "swapped_bytes": self.used_bytes,
+        }
+
     def saw_step(self, num_tokens: int, step_s: float) -> None:
         """A step took so long. The best rate is what counts: a restart computes many tokens at once."""
         token_s = step_s / max(1, num_tokens)

@@ -25,6 +25,18 @@ from kv_transfer.coverage import CellCoverage, CellRange
 from kv_transfer.frame import root_digest
 from kv_transfer.kv_memory import KvMemory
 from kv_transfer.layer_groups import LinkCosts, layer_groups
+from kv_transfer.push_orders import (
+    DESTROY,
+    POLL,
+    AddCredit,
+    Begin,
+    Cancel,
+    Destroy,
+    Order,
+    Poll,
+    Post,
+    Resend,
+)
 from kv_transfer.shapes import CellGather
 from kv_transfer.transport import NO_DIGEST, FrameHeader, Sender, SendTicket
 
@@ -116,7 +128,7 @@ class PushSession:
         self._num_blocks = -(-self.request.num_tokens // layout.block_tokens)
         if is_first:
             self._written_blocks = self.request.have_tokens // layout.block_tokens
-            self._pusher.post(_Begin(self, self._written_blocks, self._num_blocks - self._written_blocks))
+            self._pusher.post(Begin(self, self._written_blocks, self._num_blocks - self._written_blocks))
         # Else the request was preempted and starts again in other blocks: what was sent stays sent, and what is still
         # to be sent of the first round was posted with the blocks of that round.
         cached_blocks = min(cached_tokens // layout.block_tokens, self._num_blocks)
@@ -148,7 +160,7 @@ class PushSession:
 
     def _post(self, first_layer: int, num_layers: int, end_block: int) -> None:
         cells = CellRange(first_layer, num_layers, self._written_blocks, end_block - self._written_blocks)
-        self._pusher.post(_Post(self, cells, self._blocks))
+        self._pusher.post(Post(self, cells, self._blocks))
 
     # --- any thread -----------------------------------------------------------------------------------------------
 
@@ -158,61 +170,15 @@ class PushSession:
         return self._posted_bytes
 
     def add_credit(self, num_bytes: int) -> None:
-        self._pusher.post(_AddCredit(self, num_bytes))
+        self._pusher.post(AddCredit(self, num_bytes))
 
     def resend(self, ranges: Sequence[CellRange]) -> None:
         """Sends these cells again; the session is sealed anew after them. The blocks must still be held."""
-        self._pusher.post(_Resend(self, tuple(ranges)))
+        self._pusher.post(Resend(self, tuple(ranges)))
 
     def cancel(self, on_drained: Callable[[int], None]) -> None:
         """Posts nothing more; calls back with the number of frames once none of them is read any more."""
-        self._pusher.post(_Cancel(self, on_drained))
-
-
-@dataclass(frozen=True, slots=True)
-class _Begin:
-    session: PushSession
-    first_block: int
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Post:
-    session: PushSession
-    cells: CellRange
-    blocks: tuple[BlockRef, ...]  # where they are
-
-
-@dataclass(frozen=True, slots=True)
-class _AddCredit:
-    session: PushSession
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Resend:
-    session: PushSession
-    ranges: tuple[CellRange, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    session: PushSession
-    on_drained: Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Poll:
-    """Nothing was ordered, but operations are outstanding."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Destroy:
-    """Break the connection off."""
-
-
-_POLL, _DESTROY = _Poll(), _Destroy()
-_Order = _Begin | _Post | _AddCredit | _Resend | _Cancel | _Poll | _Destroy
+        self._pusher.post(Cancel(self, on_drained))
 
 
 class LayerPusher:
@@ -230,7 +196,7 @@ class LayerPusher:
         self._sender = sender
         self._src_rank = src_rank
         # Bounded by what the engine holds: a session posts at most layers x chunks orders.
-        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._live: set[PushSession] = set()  # not over, or with operations that have not ended
         self._failure: KvTransferFailed | None = None
         self._on_broken: Callable[[KvTransferFailed], None] | None = None
@@ -241,7 +207,7 @@ class LayerPusher:
         """A session for one attempt. Its callbacks run on the sending thread."""
         return PushSession(request, self, _credit_bytes=request.credit_bytes)
 
-    def post(self, order: _Order) -> None:
+    def post(self, order: Order) -> None:
         self._orders.put(order)
 
     def tell_when_broken(self, on_broken: Callable[[KvTransferFailed], None]) -> None:
@@ -250,7 +216,7 @@ class LayerPusher:
 
     def destroy(self) -> None:
         """Breaks the connection off: whatever is posted on it ends, and every session fails."""
-        self._orders.put(_DESTROY)
+        self._orders.put(DESTROY)
 
     def close(self) -> None:
         """Ends the thread after what was ordered before, and the connection with it."""
@@ -266,13 +232,13 @@ class LayerPusher:
             try:
                 order = self._orders.get(timeout=POLL_INTERVAL_S if is_waiting else None)
             except queue.Empty:
-                order = _POLL
+                order = POLL
             if order is None:
                 return
             try:
-                if isinstance(order, _Poll):
+                if isinstance(order, Poll):
                     self._sender.poll()
-                elif isinstance(order, _Destroy):
+                elif isinstance(order, Destroy):
                     raise KvTransferFailed("the endpoint was destroyed", stage="transfer")
                 else:
                     self._obey(order)
@@ -281,10 +247,10 @@ class LayerPusher:
             for session in tuple(self._live):
                 self._settle(session)
 
-    def _obey(self, order: _Begin | _Post | _AddCredit | _Resend | _Cancel) -> None:
+    def _obey(self, order: Begin | Post | AddCredit | Resend | Cancel) -> None:
         session = order.session
         self._live.add(session)
-        if isinstance(order, _Cancel):
+        if isinstance(order, Cancel):
             session._is_over = True
             session._pending.clear()
             session._on_drained = order.on_drained
@@ -294,11 +260,11 @@ class LayerPusher:
         if self._failure is not None:
             self._fail(session, self._failure)
             return
-        if isinstance(order, _Begin):
+        if isinstance(order, Begin):
             session._sent = CellCoverage(self.target.num_layers, order.first_block, order.num_blocks)
-        elif isinstance(order, _Post):
+        elif isinstance(order, Post):
             session._pending.append(_Pending(order.cells, order.blocks))
-        elif isinstance(order, _AddCredit):
+        elif isinstance(order, AddCredit):
             session._credit_bytes += order.num_bytes
         else:
             self._prepare_resend(session, order.ranges)

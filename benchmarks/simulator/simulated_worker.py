@@ -52,7 +52,7 @@ class WorkerShape:
 
 
 class KvEventStream:
-    """Implements `engine.block_pool.KvEvents`: numbers what the pool says, delivers it later, loses some of it."""
+    """Implements `engine.block_states.KvEvents`: numbers what the pool says, delivers it later, loses some of it."""
 
     def __init__(
         self, events: EventQueue, worker: WorkerState, read: EventReader, loss_share: float, chance: random.Random

@@ -16,7 +16,8 @@ from cluster.errors import TandemError, WorkerUnavailable
 from cluster.identity import Incarnation, WorkerId, new_transfer_id
 from cluster.membership_state import ChangeKind, MembershipChange
 from decode_worker import prefill_peer
-from decode_worker.prefill_peer import PeerState, PeerTiming, PrefillPeer
+from decode_worker.peer_link import PeerState, PeerTiming
+from decode_worker.prefill_peer import PrefillPeer
 from decode_worker.prefill_peers import MAX_AHEAD, PrefillPeers
 from kv_transfer.transfer_ref import TransferRef
 from tests.decode_worker.polling import until

@@ -20,7 +20,7 @@ from decode_worker.decode_metrics import DecodeMetrics
 from decode_worker.kv_landings import KvLandings
 from decode_worker.landing_messages import Landed
 from decode_worker.landing_resources import LandingResources
-from decode_worker.prefill_peer import PeerLink, TransferListener
+from decode_worker.peer_link import PeerLink, TransferListener
 from decode_worker.prompt_landing import PromptLanding
 from decode_worker.request_check import AcceptedRequest, WorkerLimits, check_request
 from decode_worker.request_timeline import RequestTimeline

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cluster.block_hash import HASH_BYTES, HashChain, HashScope, hash_blocks
 from cluster.identity import BlockHash, BlockId, BlockRef
-from engine.block_pool import BlockBusy, BlockPool, BlockState, StaleBlock, UnknownBlock
+from engine.block_pool import BlockPool
+from engine.block_states import BlockBusy, BlockState, StaleBlock, UnknownBlock
 from engine.prefix_cache import PrefixChain
 
 BLOCK = 4
