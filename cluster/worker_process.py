@@ -158,7 +158,7 @@ def _register(context: WorkerContext, node: WorkerNode, address: str) -> Registr
         record = node.record()
         record.control_address = record.admin_address = address
         if context.settings.metrics_port:
-            record.metrics_address = f"127.0.0.1:{context.settings.metrics_port}"
+            record.metrics_address = f"{context.settings.metrics_host}:{context.settings.metrics_port}"
         if context.kv_events is not None:
             record.kv_event_seq = context.kv_events.last_seq
         return record

@@ -125,7 +125,10 @@ class WorkerSettings(EngineSettings, PoolSettings, ProcessSettings):
     swap_bytes: int = Field(
         default=256 * 2**20, ge=0, description="host memory for the KV of preempted requests, at most; 0: they restart"
     )
-    metrics_port: int = Field(default=0, description="0: served on the gRPC admin only")
+    metrics_port: int = Field(default=0, ge=0, le=65535, description="Prometheus' /metrics; 0: none")
+    metrics_host: str = Field(
+        default="127.0.0.1", description="address of /metrics, which asks whoever reaches it for no key"
+    )
     parent_pid: int = Field(default=0, description="exit when this process is gone; 0: never")
 
 

@@ -118,8 +118,9 @@ class DecodeNode:
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self._sessions, server)
 
     def start(self) -> None:
-        if self._context.settings.metrics_port:
-            self._metrics_server = MetricsServer(self._registry, self._context.settings.metrics_port)
+        settings = self._context.settings
+        if settings.metrics_port:
+            self._metrics_server = MetricsServer(self._registry, settings.metrics_host, settings.metrics_port)
         self._parts.engine.start(self._outputs.sink)
         if self._view is not None and self._context.settings.role == "decode":
             self._view.start()

@@ -198,6 +198,7 @@ def _worker(shared: _Shared, role: Role, pool: PoolConfig, worker_id: str) -> Pr
         redis_password_file=shared.redis_password_file,
         cluster_token_file=shared.token_file,
         metrics_port=_metrics_port(config, role, worker_id),
+        metrics_host=config.worker_metrics_host,
     )
     return ProcessSpec(
         name=worker_id,

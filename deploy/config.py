@@ -83,6 +83,9 @@ class ClusterConfig(EngineSettings, Section):
     worker_metrics_port: int = Field(
         default=0, ge=0, le=65_000, description="prefill-N serves /metrics at it + N, decode-N 100 above; 0: off"
     )
+    worker_metrics_host: str = Field(
+        default="127.0.0.1", description="address of workers' /metrics, which asks whoever reaches it for no key"
+    )
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     aggregated: PoolConfig = PoolConfig(workers=0)

@@ -101,8 +101,9 @@ class PrefillNode:
         handoff_pb2_grpc.add_PrefillWorkerServicer_to_server(self._service, server)
 
     def start(self) -> None:
-        if self._context.settings.metrics_port:
-            self._metrics_server = MetricsServer(self._registry, self._context.settings.metrics_port)
+        settings = self._context.settings
+        if settings.metrics_port:
+            self._metrics_server = MetricsServer(self._registry, settings.metrics_host, settings.metrics_port)
         self._parts.engine.start(self._sink)
 
     def begin_drain(self) -> None:

@@ -20,6 +20,7 @@ import yaml
 
 from cluster import router_settings, worker_settings
 from cluster.process_guard import EXIT_STARTUP_ERROR
+from cluster.worker_settings import WorkerSettings
 from deploy.cli import app
 from deploy.cluster_plan import ROUTER_EXTRA_STOP_S
 from deploy.cluster_secrets import SERVER_NAME
@@ -129,7 +130,7 @@ def test_services_and_policies_select_pods_that_there_are() -> None:
     selectors += [item["spec"]["podSelector"]["matchLabels"] for item in items if item["kind"] == "NetworkPolicy"]
     owners = [item for item in items if item["kind"] in ("Deployment", "PodDisruptionBudget")]
     selectors += [item["spec"]["selector"]["matchLabels"] for item in owners]
-    assert len(selectors) == 11
+    assert len(selectors) == 12
     for selector in selectors:
         assert any(selector.items() <= pod.items() for pod in labels), selector
 
@@ -160,9 +161,21 @@ def test_worker_pods_have_flags_that_parse_and_time_to_drain(role: str) -> None:
     assert container["command"] == ["python", "-m", f"{role}_worker"]
     settings = worker_settings.parse_arguments(role, _arguments(container))
     assert (settings.role, settings.worker_id, settings.kv_host) == (role, FIELDS["POD_NAME"], FIELDS["POD_IP"])
-    assert settings.listen == f"{FIELDS['POD_IP']}:{container['ports'][0]['containerPort']}"
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert settings.listen == f"{FIELDS['POD_IP']}:{ports['control']}"
+    _check_metrics_can_be_scraped(settings, ports, role)
     assert spec["terminationGracePeriodSeconds"] > settings.drain_timeout_s + 5
     _check_secrets(settings, spec)
+
+
+def _check_metrics_can_be_scraped(settings: WorkerSettings, ports: dict[str, int], role: str) -> None:
+    """Prometheus is another pod: loopback would keep it out, and so would the policies without one for it."""
+    assert (settings.metrics_host, settings.metrics_port) == (FIELDS["POD_IP"], ports["metrics"])
+    template = next(objects(POOLS / f"{role}.yaml"))["spec"]["template"]
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(settings.metrics_port)
+    (policy,) = (item for item in objects(POOLS / "network.yaml") if item["metadata"]["name"] == "tandem-metrics")
+    (rule,) = policy["spec"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [settings.metrics_port]
 
 
 def test_router_pods_have_flags_that_parse_and_ask_for_keys() -> None:
