@@ -1,8 +1,9 @@
-"""Fields that constrain an answer, each a rule that gives a `Guide`: OpenAI's `response_format`, vLLM's `guided_*`.
+"""Fields that constrain an answer, each a rule that gives a `Guide`: OpenAI's `response_format`, and vLLM's two ways.
 
     {"type": "json_object"}                        any JSON object
     {"type": "json_schema", "json_schema": {...}}  that schema; `strict` or not, the answer follows it
-    guided_json, guided_regex, guided_choice, guided_grammar (llguidance's Lark)
+    guided_json, guided_regex, guided_choice, guided_grammar (llguidance's Lark), as older vLLM has them
+    structured_outputs: {"json" | "regex" | "choice" | "grammar" | "json_object": ...}, as newer vLLM has them
 
 Whether a guide can be followed is asked later, of `grammar_checker`.
 """
@@ -17,7 +18,7 @@ from typing import Any
 from cluster.errors import InvalidRequest, shown
 from cluster.sampling_params import MAX_GUIDE_BYTES
 from router.api_types import Guide
-from router.field_rules import Flag, ListOf, Record, Rule, Text, invalid_value, unsupported_parameter
+from router.field_rules import Flag, ListOf, OnlyValue, Record, Rule, Text, invalid_value, unsupported_parameter
 from router.json_schema_rules import check_schema, invalid_schema
 
 MAX_CHOICES = 256
@@ -25,7 +26,9 @@ MAX_CHOICE_CHARS = 1_024
 MAX_REGEX_CHARS = 8_192
 MAX_NAME_CHARS = 64
 ANY_OBJECT = '{"type":"object"}'
-GUIDE_FIELDS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GUIDE_FIELDS = (
+    "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs",
+)  # fmt: skip
 FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -114,6 +117,33 @@ _SCHEMA_NAMES = Record({"name": Text(1, MAX_NAME_CHARS), "description": Text(), 
 CLOSED = {"additionalProperties": False}
 GUIDED_REGEX = GuidedText("regex", Text(1, MAX_REGEX_CHARS))
 GUIDED_GRAMMAR = GuidedText("grammar", Text(1, MAX_GUIDE_BYTES))
+
+
+class StructuredOutputs:
+    """vLLM's one object for the `guided_*` fields: exactly one of its constraints."""
+
+    def check(self, value: Any, param: str) -> Guide:
+        checked = _STRUCTURED.check(value, param)
+        given = [name for name in _STRUCTURED.fields if name in checked]
+        if len(given) != 1:
+            names = ", ".join(_STRUCTURED.fields)
+            raise InvalidRequest(f"{param} has {' and '.join(given) or 'none'} of {names}: give one", param=param)
+        guide = checked[given[0]]
+        return guide if isinstance(guide, Guide) else Guide("json_schema", ANY_OBJECT, f"{param}.json_object")
+
+    def schema(self) -> dict[str, Any]:
+        return {**_STRUCTURED.schema(), "minProperties": 1, "maxProperties": 1}
+
+
+_STRUCTURED = Record(
+    {
+        "json": GuidedJson(),
+        "regex": GUIDED_REGEX,
+        "choice": GuidedChoice(),
+        "grammar": GUIDED_GRAMMAR,
+        "json_object": OnlyValue(True, "an answer is constrained, or the field is left out"),
+    }
+)
 
 
 def the_guide(values: Mapping[str, Any]) -> Guide | None:

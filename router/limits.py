@@ -37,7 +37,14 @@ from router.field_rules import (
     unknown_parameter,
     unsupported_parameter,
 )
-from router.guided_output import GUIDED_GRAMMAR, GUIDED_REGEX, GuidedChoice, GuidedJson, ResponseFormat
+from router.guided_output import (
+    GUIDED_GRAMMAR,
+    GUIDED_REGEX,
+    GuidedChoice,
+    GuidedJson,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from router.template_options import TemplateOptions
 from router.tool_fields import TOOLS, ToolChoice
 
@@ -64,10 +71,10 @@ INTERNAL_FIELDS = frozenset(
 # OpenAI's and vLLM's fields that are known and not offered.
 UNSUPPORTED_FIELDS = frozenset(
     {
-        "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "structured_outputs",
+        "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
         "guided_decoding_backend", "guided_whitespace_pattern", "suffix", "best_of", "modalities",
-        "audio", "prediction", "reasoning_effort", "web_search_options", "store", "metadata", "service_tier",
-        "safety_identifier", "prompt_cache_key", "verbosity", "use_beam_search", "length_penalty",
+        "audio", "prediction", "reasoning_effort", "web_search_options", "store", "metadata",
+        "verbosity", "use_beam_search", "length_penalty",
         "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "bad_words",
         "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message", "add_special_tokens",
         "return_token_ids", "return_tokens_as_token_ids", "allowed_token_ids", "logits_processors",
@@ -83,7 +90,13 @@ class ServingLimits:
     vocab_size: int
     max_model_len: int
     max_choices: int = 8
+    aliases: tuple[str, ...] = ()  # answers carry `model_name`, whichever of them was asked for
     max_priority: int = 100
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that requests may ask for, the model's own first."""
+        return (self.model_name, *self.aliases)
 
     @property
     def max_prompt_chars(self) -> int:
@@ -100,7 +113,18 @@ def chat_fields(limits: ServingLimits) -> dict[str, Rule]:
         "tools": TOOLS,
         "tool_choice": ToolChoice(),
         "parallel_tool_calls": Flag(),
+        **accepted_hints(),
         "chat_template_kwargs": TemplateOptions(),
+    }
+
+
+def accepted_hints() -> dict[str, Rule]:
+    """OpenAI's fields that clients send of their own accord, and that ask for no other answer."""
+    return {
+        "service_tier": OneOf(("auto", "default")),
+        # A hint where a prompt's KV may lie: the router knows it from the prompt itself.
+        "prompt_cache_key": Text(0, MAX_NAME_CHARS),
+        "safety_identifier": Text(0, MAX_NAME_CHARS),
     }
 
 
@@ -195,6 +219,7 @@ def _shared_fields(limits: ServingLimits) -> dict[str, Rule]:
         "guided_regex": GUIDED_REGEX,
         "guided_choice": GuidedChoice(),
         "guided_grammar": GUIDED_GRAMMAR,
+        "structured_outputs": StructuredOutputs(),
         "user": Text(0, MAX_NAME_CHARS),
         "cache_salt": Text(1, MAX_NAME_CHARS),
         "speculation": OneOf(SPECULATION_MODES),
@@ -222,11 +247,25 @@ def _refuse(name: str, value: object, rules: Mapping[str, Rule]) -> None:
     raise unknown_parameter(name)
 
 
-# Values that ask for what happens anyhow.
+_SPECIAL_TOKENS = "special tokens are not part of the text"
+# Values that ask for what happens anyhow: libraries write defaults of their own into every request.
 _NEUTRAL_VALUES: dict[str, Rule] = {
     "tool_choice": OnlyValue("none", "tools belong to a chat"),
     "tools": OnlyValue([], "tools belong to a chat"),
     "best_of": OnlyValue(1, "this server returns every choice it generates; use n"),
     "store": OnlyValue(False, "this server stores nothing"),
-    "skip_special_tokens": OnlyValue(True, "special tokens are not part of the text"),
+    "skip_special_tokens": OnlyValue(True, _SPECIAL_TOKENS),
+    "spaces_between_special_tokens": OnlyValue(True, _SPECIAL_TOKENS),
+    "include_stop_str_in_output": OnlyValue(False, "what stops an answer is not part of it"),
+    "add_generation_prompt": OnlyValue(True, "an answer is a message of its own"),
+    "continue_final_message": OnlyValue(False, "an answer is a message of its own"),
+    "use_beam_search": OnlyValue(False, "this server samples"),
+    "length_penalty": OnlyValue(1.0, "it belongs to beam search"),
+    "return_token_ids": OnlyValue(False, "over HTTP answers are text; the gRPC front gives token ids"),
+    "return_tokens_as_token_ids": OnlyValue(False, "over HTTP answers are text; the gRPC front gives token ids"),
+    "bad_words": OnlyValue([], "use logit_bias"),
+    "logits_processors": OnlyValue([], "no code of clients runs here"),
+    "modalities": OnlyValue(["text"], "only text is generated"),
+    "reasoning_effort": OnlyValue("none", "chat_template_kwargs has enable_thinking, where the model has it"),
+    "verbosity": OnlyValue("medium", "ask for it in the prompt"),
 }

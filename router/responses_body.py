@@ -29,7 +29,7 @@ from router.field_rules import (
     unsupported_parameter,
 )
 from router.guided_output import NamedSchema, ResponseFormat
-from router.limits import MAX_NAME_CHARS, ServingLimits, chat_fields, check_fields
+from router.limits import MAX_NAME_CHARS, ServingLimits, accepted_hints, chat_fields, check_fields
 from router.request_parser import NOTHING_AROUND, AroundBody, RequestParser
 from router.tool_fields import MAX_TOOLS, AnyObject, FunctionType, checked_function, function_properties
 
@@ -89,11 +89,8 @@ def responses_fields(limits: ServingLimits) -> dict[str, Rule]:
         "reasoning": Record({"effort": OnlyValue("none", "the served model has no reasoning to set")}),
         # What it would include is not there; agents ask for it of every model.
         "include": ListOf(OneOf(("reasoning.encrypted_content",)), 8),
-        "service_tier": OneOf(("auto", "default")),
         "stream_options": Record({"include_obfuscation": Flag()}),
-        # A hint where a prompt's KV may lie: the router knows it from the prompt itself.
-        "prompt_cache_key": Text(0, MAX_NAME_CHARS),
-        "safety_identifier": Text(0, MAX_NAME_CHARS),
+        **accepted_hints(),
     }
 
 

@@ -44,6 +44,11 @@ async def checker() -> AsyncIterator[GrammarChecker]:
         ({"guided_grammar": 'start: "x"'}, "grammar", 'start: "x"'),
         ({"guided_choice": ['say "yes"', "no\n", "ő"]}, "grammar", 'start: "say \\"yes\\"" | "no\\n" | "ő"'),
         ({"response_format": {"type": "text"}}, "json_schema", ""),
+        ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA, separators=(",", ":"))),
+        ({"structured_outputs": {"regex": "a+b", "json": None}}, "regex", "a+b"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "grammar", 'start: "a" | "b"'),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, "grammar", 'start: "x"'),
+        ({"structured_outputs": {"json_object": True}}, "json_schema", '{"type":"object"}'),
     ],
 )  # fmt: skip
 async def test_each_form_reaches_the_worker_as_one_guide(
@@ -61,6 +66,25 @@ async def test_contradictions_are_named(http: httpx.AsyncClient, fields: dict[st
     answer = await http.post("/v1/completions", json={**BODY, "response_format": {"type": "json_object"}, **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({}, "structured_outputs"),
+        ({"regex": "a", "choice": ["a"]}, "structured_outputs"),
+        ({"json_object": False}, "structured_outputs.json_object"),
+        ({"structural_tag": "x"}, "structured_outputs.structural_tag"),
+        ({"regex": "("}, "structured_outputs.regex"),
+        ({"json": {"not": {}}}, "structured_outputs.json"),
+    ],
+)
+async def test_structured_outputs_takes_one_constraint_and_names_what_is_wrong(
+    http: httpx.AsyncClient, value: dict[str, Any], param: str
+) -> None:
+    answer = await http.post("/v1/completions", json={**BODY, "structured_outputs": value})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(param)
 
 
 async def test_s_b26_grpc_takes_and_refuses_the_same_guides(router: RunningRouter) -> None:

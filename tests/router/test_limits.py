@@ -90,6 +90,21 @@ async def test_f37_the_bounds_themselves_are_accepted(field: str, low: Any, high
         assert answer.status_code == 200, (field, value, answer.text)
 
 
+# What LangChain, LiteLLM and others write into every request of theirs.
+HARMLESS: dict[str, Any] = {
+    "use_beam_search": False, "length_penalty": 1.0, "include_stop_str_in_output": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "add_generation_prompt": True, "continue_final_message": False,
+    "return_token_ids": False, "bad_words": [], "modalities": ["text"], "reasoning_effort": "none",
+    "verbosity": "medium", "best_of": 1, "store": False, "service_tier": "auto", "prompt_cache_key": "a conversation",
+    "safety_identifier": "somebody", "truncate_prompt_tokens": None, "functions": None,
+}  # fmt: skip
+
+
+async def test_defaults_that_libraries_write_into_requests_are_no_errors(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/chat/completions", json={**CHAT, **HARMLESS})
+    assert answer.status_code == 200, answer.text
+
+
 async def test_internal_and_unsupported_fields_say_so(http: httpx.AsyncClient) -> None:
     for path, good in (("/v1/completions", GOLDEN), ("/v1/chat/completions", CHAT)):
         for field in sorted(INTERNAL_FIELDS | UNSUPPORTED_FIELDS):
