@@ -169,8 +169,8 @@ def report(
 
 @bench.command("compare")
 def compare(
-    first: Annotated[Path, typer.Argument(help="A: a sweep or a load run")],
-    second: Annotated[Path, typer.Argument(help="B: the same loads on another build or deployment")],
+    first: Annotated[Path, typer.Argument(exists=True, help="A: a sweep or a load run")],
+    second: Annotated[Path, typer.Argument(exists=True, help="B: the same loads on another build or deployment")],
     tolerance: Annotated[float, typer.Option(help="B may be slower by this share", min=0)] = 0.05,
 ) -> None:
     """Compare B with A request by request; ends with status 1 when B is worse.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -28,6 +29,16 @@ _TRIAL_CONVERSATION = [
 ]
 
 
+def template_of_file(path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+    """The template that an operator gives instead of the model's own. Raises `StartupError` naming the file."""
+    try:
+        source = path.expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise StartupError(f"chat template {path} cannot be read: {reason}", param="chat_template_file") from None
+    return ChatTemplate(source, special_tokens, file=path)
+
+
 class RefusedConversation(TemplateError):
     """The template called `raise_exception`: it cannot write this conversation."""
 
@@ -42,8 +53,12 @@ class ChatTemplate:
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = datetime.now,
+        file: Path | None = None,
     ) -> None:
-        """Raises `StartupError` when the template does not compile, or fails or breaks a limit on a small chat."""
+        """`file`: where the source is from, when that is not the model's files.
+
+        Raises `StartupError` when the template does not compile, or fails or breaks a limit on a small chat.
+        """
         self._sandbox = TemplateSandbox(clock)
         self._special_tokens = dict(special_tokens)
         self._source = source
@@ -53,8 +68,11 @@ class ChatTemplate:
             self._template = self._sandbox.from_string(source)
             self._try_once()
         except Exception as error:  # whatever a foreign program may raise
+            reason = f"fails: {type(error).__name__}: {error}"
+            if file is not None:
+                raise StartupError(f"chat template {file} {reason}", param="chat_template_file") from None
             raise StartupError(
-                f"the model's chat template fails: {type(error).__name__}: {error}: use another model file",
+                f"the model's chat template {reason}: use another model file, or give one with --chat-template-file",
                 param="model",
             ) from None
 

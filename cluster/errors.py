@@ -54,6 +54,7 @@ class TandemError(Exception):
         self.error_code = code or self.code
         self.retry_after_s = retry_after_s
         self.stage = stage
+        self.request_id = ""  # of the request that it ended, once that had an id
 
 
 class ClientError(TandemError):

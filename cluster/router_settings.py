@@ -20,7 +20,7 @@ DEFAULT_DECODE_PRIOR_MS = (9.0, 0.85, 1.8e-3)
 
 
 class RouterLimits(BaseModel):
-    """What an operator decides about admission and routing: the same in a cluster's file and on a router's command."""
+    """What an operator decides about the front: the same in a cluster's file and on a router's command."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,6 +45,12 @@ class RouterLimits(BaseModel):
     prefill_fallback: Literal["allow", "deny"] = Field(
         default="allow", description="may a decode worker prefill by itself when no prefill worker is ready"
     )
+    model_aliases: tuple[str, ...] = Field(default=(), description="other names that requests may ask for the model by")
+    chat_template_file: Path | None = Field(default=None, description="a jinja file; without: the model's own template")
+    allowed_origins: tuple[str, ...] = Field(
+        default=(), description="web sites whose pages may ask (CORS); `*`: any, where API keys are needed"
+    )
+    log_requests: bool = Field(default=False, description="a log line for each request; failed ones have one anyhow")
     policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
         default="cache_aware", description="how prefill and decode workers are chosen"
     )

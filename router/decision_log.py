@@ -24,7 +24,7 @@ from router.sequence import Sequence
 MAX_REQUESTS = 1024
 MAX_CANDIDATES_SHOWN = 8  # of each role, the best ones
 QUESTION = "explain"
-_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")  # of a request of ours
+_ID = re.compile(r"[\x21-\x7e]{1,128}")  # ours, or what a client may call its request
 
 
 @dataclass(slots=True)
@@ -47,7 +47,15 @@ class DecisionLog:
         self._max_requests = max_requests
         self._requests: OrderedDict[str, list[_Decision]] = OrderedDict()
         self._admissions: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._own_ids: OrderedDict[str, RequestId] = OrderedDict()  # by what clients call their requests
         siblings.answer(QUESTION, self._tell)
+
+    def known_as(self, client_request_id: str, request_id: RequestId) -> None:
+        """The client's own name for a request; of several with one name the last one is found by it."""
+        self._own_ids[client_request_id] = request_id
+        self._own_ids.move_to_end(client_request_id)
+        while len(self._own_ids) > self._max_requests:
+            self._own_ids.popitem(last=False)
 
     def let_in(self, request_id: RequestId, tier: Tier, waited_s: float) -> None:
         """From admission: it had to wait, and is placed now."""
@@ -81,7 +89,10 @@ class DecisionLog:
             decision.outcome["moved_because"] = error.error_code
 
     async def explain(self, request_id: str) -> dict[str, Any] | None:
-        """What is known of a request's placements, here or in a process beside; None when nobody knows it."""
+        """What is known of a request's placements, here or in a process beside; None when nobody knows it.
+
+        `request_id`: ours, or the one that its client gave it.
+        """
         explained = self._explain(request_id)
         if explained is None and _ID.fullmatch(request_id):
             told = await self._siblings.ask(QUESTION, request_id)
@@ -93,6 +104,8 @@ class DecisionLog:
         return b"" if explained is None else json.dumps(explained).encode()
 
     def _explain(self, request_id: str) -> dict[str, Any] | None:
+        if request_id not in self._requests:
+            request_id = self._own_ids.get(request_id, request_id)
         decisions = self._requests.get(request_id)
         if decisions is None:
             return None

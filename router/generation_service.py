@@ -24,12 +24,14 @@ from router.admission import Admission, Arrival
 from router.answer import Answer, RequestTimes
 from router.api_types import ChatPrompt, GenerationRequest
 from router.choice_text import ChoiceText
+from router.decision_log import DecisionLog
 from router.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
 from router.fair_queue import Waiting
 from router.grammar_checker import GrammarChecker
 from router.limits import ServingLimits, fit_max_tokens
 from router.prompt_encoder import PromptEncoder
+from router.request_log import RequestLog
 from router.request_metrics import RequestMetrics
 from router.request_trace import RequestTrace, traced
 from router.sequence import Sequence, SequenceSpec
@@ -65,6 +67,8 @@ class GenerationService:
         grammars: GrammarChecker,
         tool_format: ToolFormat,
         tracing: Tracing | None,
+        log: RequestLog,
+        decisions: DecisionLog,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -78,6 +82,8 @@ class GenerationService:
         self._grammars = grammars
         self.tool_format = tool_format
         self._tracing = tracing
+        self._log = log
+        self._decisions = decisions
         self._clock = clock
         self._seeds = random.Random(policy.seed)  # noqa: S311  noise for sampling, no secret
         metrics.watch_requests(lambda: self.num_running, lambda: admission.num_waiting)
@@ -107,6 +113,8 @@ class GenerationService:
         """
         times = RequestTimes(admitted_s=self._clock())
         request_id = new_request_id(request.kind.value)
+        if request.client_request_id:
+            self._decisions.known_as(request.client_request_id, request_id)
         self.metrics.demand.arrived(len(request.prompts))
         try:
             with (
@@ -117,8 +125,11 @@ class GenerationService:
                 with self._started(answer, request, tenant):
                     yield answer
         except TandemError as error:
+            error.request_id = request_id
             self.metrics.failed(error, was_placed=times.placed_s > 0)
+            self._log.failed(request, request_id, tenant, error, times)
             raise
+        self._log.answered(request, answer, tenant)
 
     @contextlib.contextmanager
     def _started(self, answer: Answer, request: GenerationRequest, tenant: Tenant) -> Iterator[None]:

@@ -23,7 +23,7 @@ from router.api_types import GenerationRequest
 from router.generation_service import GenerationService
 from router.grpc_body import body_of, renamed_error, renamed_guide
 from router.openai_tools import TOOL_CALLS, ToolCallReader
-from router.request_parser import AroundBody, RequestParser
+from router.request_parser import AroundBody, RequestParser, client_request_id
 from router.tenants import DEFAULT_TENANT, ApiKeys
 from router.tool_parser import CallDelta
 
@@ -51,7 +51,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse],
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         tenant = DEFAULT_TENANT if self._keys is None else self._keys.tenant_of(_metadata(context, "authorization"))
-        around = AroundBody(context.time_remaining(), request.return_timeline, _metadata(context, "traceparent"))
+        around = AroundBody(
+            context.time_remaining(),
+            request.return_timeline,
+            _metadata(context, "traceparent"),
+            client_request_id(_metadata(context, "x-request-id")),
+        )
         parsed = self._parse(request, around)
         tools = None if parsed.tool_use is None else ToolCallReader(parsed.tool_use, self._service.tool_format)
         # A client that leaves cancels this coroutine, and leaving the context cancels what runs.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,6 +22,8 @@ from starlette.routing import Route
 from cluster import telemetry
 from cluster.errors import ClientError, ModelNotFound, TandemError, shown
 from cluster.identity import WorkerId
+from cluster.version import tandem_version
+from router.allowed_origins import AllowedOrigins
 from router.asgi_types import AsgiApp, Receive, Scope, Send
 from router.cluster_status import ClusterStatus
 from router.decision_log import DecisionLog
@@ -55,6 +57,7 @@ def build_http_app(
     is_ready: Callable[[], bool],
     keys: ApiKeys | None,
     max_body_bytes: int,
+    allowed_origins: Collection[str] = (),
 ) -> AsgiApp:
     """The ASGI application of the router."""
     tokens = TokenService(service.encoder, service.limits)
@@ -75,19 +78,20 @@ def build_http_app(
             ),
             Route("/v1/models", probes.models, methods=["GET"]),
             Route("/v1/models/{model_id:path}", probes.model, methods=["GET"]),
+            Route("/version", _constant_json({"version": tandem_version()}), methods=["GET"]),
             Route("/livez", probes.livez, methods=["GET"]),
             Route("/readyz", probes.readyz, methods=["GET"]),
             Route("/health", probes.readyz, methods=["GET"]),  # as vLLM's and llama.cpp's servers name it
             Route("/metrics", probes.metrics, methods=["GET"]),
             Route("/statusz", probes.statusz, methods=["GET"]),
-            Route("/explain/{request_id}", probes.explain, methods=["GET"]),
+            Route("/explain/{request_id:path}", probes.explain, methods=["GET"]),
             Route("/workers/{worker_id}/drain", probes.drain, methods=["POST"]),
             Route("/openapi.json", _constant_json(openapi_document(service.limits)), methods=["GET"]),
         ]
     )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(TandemError, _tandem_error)
-    return HttpGuard(_GenerationFirst(generation, app), keys)
+    return HttpGuard(_GenerationFirst(generation, app), keys, AllowedOrigins(allowed_origins))
 
 
 class _GenerationFirst:
@@ -122,13 +126,13 @@ class _Probes:
         self._created = int(time.time())
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._service.limits.names]})
 
     async def model(self, request: Request) -> Response:
-        name, served = request.path_params["model_id"], self._service.limits.model_name
-        if name != served:
-            raise ModelNotFound(f"no model {shown(name)}; served: {served}", param="model")
-        return JSONResponse(self._model())
+        name, served = request.path_params["model_id"], self._service.limits.names
+        if name not in served:
+            raise ModelNotFound(f"no model {shown(name)}; served: {', '.join(served)}", param="model")
+        return JSONResponse(self._model(name))
 
     async def livez(self, _: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -158,13 +162,15 @@ class _Probes:
             raise _NotFound("no such request, or it was too long ago: only the last ones are remembered")
         return JSONResponse(explained)
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         limits = self._service.limits
         return {
-            "id": limits.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "tandem",
+            "root": limits.model_name,
+            "parent": None,
             "max_model_len": limits.max_model_len,
         }
 

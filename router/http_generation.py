@@ -26,10 +26,9 @@ from router.generation_service import GenerationService
 from router.http_body import read_json_bytes
 from router.http_errors import as_tandem_error, error_body, error_headers
 from router.limits import MAX_TIMEOUT_MS, MIN_TIMEOUT_MS
-from router.request_parser import AroundBody
+from router.request_parser import AroundBody, client_request_id
 
 JSON_TYPE = b"application/json"
-MAX_CLIENT_ID_CHARS = 128
 _EVENT_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -100,7 +99,7 @@ async def _write(request: GenerationRequest, answer: Answer, writer: AnswerWrite
 class _Response:
     """What was sent to one client, and so what still can be."""
 
-    def __init__(self, send: Send, client_request_id: bytes, error_body: Callable[[TandemError], bytes]) -> None:
+    def __init__(self, send: Send, client_request_id: str, error_body: Callable[[TandemError], bytes]) -> None:
         self._send = send
         self._client_request_id = client_request_id
         self._error_body = error_body
@@ -123,14 +122,15 @@ class _Response:
         if self._is_started and self.writer is not None:
             await self.send_events(self.writer.error_event(error), are_last=True)
             return
+        self.request_id = self.request_id or error.request_id  # refused before there was an answer
         headers = [*error_headers(error), *self._id_headers()]
         await send_response(self._send, error.http_status, JSON_TYPE, self._error_body(error), headers)
 
     def _id_headers(self) -> list[tuple[bytes, bytes]]:
-        """The id is made by the server; a client's own is sent back beside it and used for nothing else."""
+        """The id is made by the server; a client's own is sent back beside it, and steers nothing."""
         headers = [(b"x-request-id", self.request_id.encode())] if self.request_id else []
         if self._client_request_id:
-            headers.append((b"x-client-request-id", self._client_request_id))
+            headers.append((b"x-client-request-id", self._client_request_id.encode()))
         return headers
 
 
@@ -150,15 +150,17 @@ async def _watching(answer: Answer, receive: Receive) -> AsyncIterator[None]:
         await end_tasks(watcher)
 
 
-def _client_request_id(scope: Scope) -> bytes:
-    """The client's own id, when it is harmless to send back."""
-    value = header(scope, b"x-request-id")
-    is_harmless = len(value) <= MAX_CLIENT_ID_CHARS and all(0x21 <= byte <= 0x7E for byte in value)
-    return value if is_harmless else b""
+def _client_request_id(scope: Scope) -> str:
+    return client_request_id(header(scope, b"x-request-id").decode("latin-1"))
 
 
 def _around(scope: Scope) -> AroundBody:
-    return AroundBody(_timeout_s(scope), _wants_timeline(scope), header(scope, b"traceparent").decode("latin-1"))
+    return AroundBody(
+        _timeout_s(scope),
+        _wants_timeline(scope),
+        header(scope, b"traceparent").decode("latin-1"),
+        _client_request_id(scope),
+    )
 
 
 def _timeout_s(scope: Scope) -> float | None:

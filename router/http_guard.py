@@ -1,8 +1,8 @@
 """What stands in front of every route: who may speak to this server, and what every response carries.
 
 On loopback no key is needed, because a web page that the user visits must not be able to speak to the server either:
-Host has to name this machine, Origin (which browsers send) too, and bodies have to be JSON, which no HTML form sends.
-With keys, every route but the probes needs one.
+Host has to name this machine, Origin (which browsers send) too or be allowed, and bodies have to be JSON, which no HTML
+form sends. With keys, every route but the probes needs one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from cluster.errors import ClientError, TandemError, shown
+from router.allowed_origins import AllowedOrigins
 from router.asgi_types import AsgiApp, Message, Receive, Scope, Send, header, send_response
 from router.http_errors import error_body, error_headers
 from router.tenants import DEFAULT_TENANT, ApiKeys
@@ -37,9 +38,10 @@ class Forbidden(ClientError):
 class HttpGuard:
     """Wraps the application. `keys` None: loopback only, checked by Host and Origin."""
 
-    def __init__(self, app: AsgiApp, keys: ApiKeys | None) -> None:
+    def __init__(self, app: AsgiApp, keys: ApiKeys | None, origins: AllowedOrigins) -> None:
         self._app = app
         self._keys = keys
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,9 +49,15 @@ class HttpGuard:
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *_SECURITY_HEADERS]
+                told = self._origins.headers(scope)
+                message["headers"] = [*message.get("headers", ()), *_SECURITY_HEADERS, *told]
             await send(message)
 
+        if self._origins.is_preflight(scope):
+            headers = self._origins.preflight_headers(scope)
+            await send({"type": "http.response.start", "status": 204, "headers": headers})
+            await send({"type": "http.response.body", "body": b""})
+            return
         try:
             self._check(scope)
         except TandemError as error:
@@ -63,7 +71,7 @@ class HttpGuard:
         state["tenant"] = DEFAULT_TENANT
         state["is_operator"] = self._keys is None  # then only this machine is answered at all
         if self._keys is None:
-            _check_loopback(scope)
+            _check_loopback(scope, self._origins)
         elif scope["path"] not in OPEN_PATHS:
             tenant = self._keys.tenant_of(_authorization(scope))
             state.update(tenant=tenant, is_operator=tenant in self._keys.operators)
@@ -76,10 +84,12 @@ def _authorization(scope: Scope) -> str:
     return f"Bearer {own_key}" if own_key and not value else value
 
 
-def _check_loopback(scope: Scope) -> None:
+def _check_loopback(scope: Scope, origins: AllowedOrigins) -> None:
     host = header(scope, b"host").decode("latin-1")
     if host and not _LOOPBACK_HOST.fullmatch(host):
         raise Forbidden(f"Host is {shown(host)}: without API keys this server answers to localhost only", param="Host")
     origin = header(scope, b"origin").decode("latin-1")
-    if origin and not _LOOPBACK_ORIGIN.fullmatch(origin):
-        raise Forbidden(f"Origin is {shown(origin)}: other sites may not use this server", param="Origin")
+    if origin and not _LOOPBACK_ORIGIN.fullmatch(origin) and not origins.has(origin):
+        raise Forbidden(
+            f"Origin is {shown(origin)}: other sites may not use this server but router.allowed_origins", param="Origin"
+        )

@@ -38,41 +38,37 @@ def openapi_document(limits: ServingLimits) -> dict[str, Any]:
         "info": {"title": "Tandem", "version": "1", "description": "OpenAI's API for one model on two worker pools."},
         "paths": {
             "/v1/chat/completions": {
-                "post": _operation(
-                    _object(chat_fields(limits), {"messages": _messages()}, limits.model_name), is_stream=True
-                )
+                "post": _operation(_object(chat_fields(limits), {"messages": _messages()}, limits), is_stream=True)
             },
             "/v1/completions": {
                 "post": _operation(
-                    _object(completion_fields(limits), {"prompt": _prompt(token_id)}, limits.model_name), is_stream=True
+                    _object(completion_fields(limits), {"prompt": _prompt(token_id)}, limits), is_stream=True
                 )
             },
             "/v1/responses": {
-                "post": _operation(
-                    _object(responses_fields(limits), {"input": input_schema()}, limits.model_name), is_stream=True
-                )
+                "post": _operation(_object(responses_fields(limits), {"input": input_schema()}, limits), is_stream=True)
             },
             "/v1/messages": {"post": _operation(_messages_body(limits), is_stream=True)},
             "/tokenize": {"post": _operation(_token_body("prompt", {"type": "string", "minLength": 1}))},
             "/detokenize": {"post": _operation(_token_body("tokens", {"type": "array", "items": token_id}))},
-            **{path: {"get": _operation(None)} for path in ("/v1/models", "/livez", "/readyz", "/statusz")},
+            **{path: {"get": _operation(None)} for path in ("/v1/models", "/version", "/livez", "/readyz", "/statusz")},
         },
         "components": {"schemas": {"Error": _ERROR}},
     }
 
 
-def _object(rules: Mapping[str, Rule], unchecked: Mapping[str, Any], model_name: str) -> dict[str, Any]:
+def _object(rules: Mapping[str, Rule], unchecked: Mapping[str, Any], limits: ServingLimits) -> dict[str, Any]:
     nullable = {name: {"anyOf": [rule.schema(), {"type": "null"}]} for name, rule in rules.items() if name != "model"}
     return {
         "type": "object",
         "required": ["model", *unchecked],
-        "properties": {"model": {"enum": [model_name]}, **nullable, **unchecked},
+        "properties": {"model": {"enum": list(limits.names)}, **nullable, **unchecked},
         "additionalProperties": False,
     }
 
 
 def _messages_body(limits: ServingLimits) -> dict[str, Any]:
-    body = _object(messages_fields(limits), {"messages": turns_schema()}, limits.model_name)
+    body = _object(messages_fields(limits), {"messages": turns_schema()}, limits)
     body["properties"] |= {"max_tokens": messages_fields(limits)["max_tokens"].schema(), "system": {"type": "string"}}
     return {**body, "required": [*body["required"], "max_tokens"]}
 

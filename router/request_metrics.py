@@ -50,6 +50,7 @@ class RequestMetrics:
         self._prompt_lengths = series.prompt_lengths.labels(model)
         self._generation_lengths = series.generation_lengths.labels(model)
         self._e2e_request_latency = series.e2e_request_latency.labels(model)
+        self._time_per_output_token = series.time_per_output_token.labels(model)
         self._time_to_first_token = series.time_to_first_token.labels(model)
         self._stages = {stage: series.request_stage.labels(model, stage) for stage in STAGES}
         self._fallbacks: Counter[RouterFallback] = Counter()
@@ -124,6 +125,9 @@ class RequestMetrics:
         self._e2e_request_latency.observe(times.ended_s - times.admitted_s)
         if times.first_token_s:
             self._time_to_first_token.observe(times.first_token_s - times.admitted_s)
+        num_later = usage.completion_tokens / max(1, answer.num_added) - 1
+        if times.first_token_s and num_later > 0:
+            self._time_per_output_token.observe((times.last_token_s - times.first_token_s) / num_later)
         stages["tokenize"].observe(times.encoded_s - times.admitted_s)
         stages["place"].observe(times.placed_s - times.encoded_s)
         if (timeline := answer.timeline) is not None:

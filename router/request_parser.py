@@ -42,9 +42,16 @@ class AroundBody(NamedTuple):
     timeout_s: float | None = None
     wants_timeline: bool = False
     traceparent: str = ""
+    client_request_id: str = ""
 
 
 NOTHING_AROUND = AroundBody()
+MAX_CLIENT_ID_CHARS = 128
+
+
+def client_request_id(value: str) -> str:
+    """The client's own id of a request, when it is harmless to say again: else nothing."""
+    return value if len(value) <= MAX_CLIENT_ID_CHARS and all("!" <= char <= "~" for char in value) else ""
 
 
 class RequestParser:
@@ -118,10 +125,11 @@ class RequestParser:
     def check_model(self, values: Mapping[str, Any]) -> None:
         """Raises `InvalidRequest` without a name and `ModelNotFound` for another one's."""
         name = values.get("model")
+        served = self.limits.names
         if name is None:
-            raise InvalidRequest(f"model is missing; served: {self.limits.model_name}", param="model")
-        if name != self.limits.model_name:
-            raise ModelNotFound(f"no model {shown(name)}; served: {self.limits.model_name}", param="model")
+            raise InvalidRequest(f"model is missing; served: {', '.join(served)}", param="model")
+        if name not in served:
+            raise ModelNotFound(f"no model {shown(name)}; served: {', '.join(served)}", param="model")
 
     def _check_prompt(self, value: Any) -> tuple[Prompt, ...]:
         """A text, token ids, or a list of either."""
@@ -179,6 +187,7 @@ def _shared_values(values: Mapping[str, Any], num_prompts: int, around: AroundBo
         "timeout_s": around.timeout_s,
         "wants_timeline": around.wants_timeline,
         "traceparent": around.traceparent,
+        "client_request_id": around.client_request_id,
     }
 
 

@@ -30,6 +30,7 @@ from router.limits import ServingLimits
 from router.policies import choose_policy
 from router.prefix_index import PrefixIndex
 from router.prompt_encoder import PromptEncoder
+from router.request_log import RequestLog
 from router.request_metrics import RequestMetrics
 from router.request_parser import RequestParser
 from router.router_siblings import RouterSiblings
@@ -155,6 +156,8 @@ def build_core(
         grammars,
         tool_format,
         tracing,
+        RequestLog(logs_all=settings.log_requests),
+        decisions,
     )
     parser = RequestParser(limits, settings.default_max_tokens or None, tool_format)
     http_app = build_http_app(
@@ -166,6 +169,7 @@ def build_core(
         is_ready=lambda: registry.is_ready,
         keys=keys,
         max_body_bytes=settings.max_body_bytes,
+        allowed_origins=settings.allowed_origins,
     )
     return RouterCore(
         registry=registry,

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
-from cluster.chat_template import ChatTemplate
+from cluster.chat_template import ChatTemplate, template_of_file
 from cluster.ended_tasks import end_tasks
 from cluster.errors import StartupError
 from cluster.garbage import settle_objects
@@ -25,6 +25,7 @@ from cluster.redis_client import RedisClient
 from cluster.router_settings import RouterSettings, parse_arguments
 from cluster.rpc_security import RpcSecurity, is_loopback
 from cluster.tokenizer import Tokenizer, load_tokenizer
+from router.allowed_origins import ANY
 from router.cache_view import CacheView
 from router.grpc_front import GrpcFront
 from router.http_server import HttpServer, bind_socket
@@ -64,7 +65,7 @@ class RouterProcess:
         model_path = resolve_model(settings.model)
         tokenizer = load_tokenizer(model_path)
         limits = _limits(settings, tokenizer, settings.served_model_name or served_name(model_path))
-        self._core = build_core(settings, tokenizer, _template(tokenizer), limits, security, keys)
+        self._core = build_core(settings, tokenizer, _template(settings, tokenizer), limits, security, keys)
         self._http = HttpServer(self._core.http_app, self._socket, DRAIN_TIMEOUT_S)
         self._redis = RedisClient(settings.redis_url, settings.redis_password_file)
         self._view = MembershipView(self._redis, self._core.registry.on_membership_change)
@@ -166,6 +167,11 @@ def _refuse_open_address(settings: RouterSettings) -> None:
             f"{settings.http_host} can be reached from other machines and no API keys are set: listen on 127.0.0.1, or "
             "make a key with `tandem key create NAME --file keys.txt` and give --api-keys-file keys.txt"
         )
+    if settings.api_keys_file is None and ANY in settings.allowed_origins:
+        raise StartupError(
+            "allowed_origins * lets every page that somebody on this machine opens use a server without API keys: name "
+            "the pages' origins, or give --api-keys-file"
+        )
 
 
 def _limits(settings: RouterSettings, tokenizer: Tokenizer, model_name: str) -> ServingLimits:
@@ -178,9 +184,12 @@ def _limits(settings: RouterSettings, tokenizer: Tokenizer, model_name: str) -> 
         vocab_size=tokenizer.vocab_size,
         max_model_len=max_model_len,
         max_choices=settings.max_choices,
+        aliases=settings.model_aliases,
     )
 
 
-def _template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    source = tokenizer.vocabulary.chat_template
-    return None if source is None else ChatTemplate(source, tokenizer.vocabulary.special_tokens)
+def _template(settings: RouterSettings, tokenizer: Tokenizer) -> ChatTemplate | None:
+    source, special_tokens = tokenizer.vocabulary.chat_template, tokenizer.vocabulary.special_tokens
+    if settings.chat_template_file is not None:
+        return template_of_file(settings.chat_template_file, special_tokens)
+    return None if source is None else ChatTemplate(source, special_tokens)

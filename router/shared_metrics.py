@@ -20,6 +20,7 @@ _SEEN_ALIKE = {
     "tandem_workers": max,
     "tandem_kv_event_silent_workers": max,
     "tandem_redis_up": min,
+    "tandem_build_info": max,
     "process_start_time_seconds": min,
 }
 

@@ -57,6 +57,8 @@ def _problems(config: ClusterConfig) -> list[str]:
     looks.append(("router.host", partial(require_keys_on_open_address, config)))
     if (keys := config.router.api_keys_file) is not None:
         looks.append(("router.api_keys_file", partial(read_api_keys, keys)))
+    if (template := config.router.chat_template_file) is not None:
+        looks.append(("router.chat_template_file", partial(_check_template, template)))
     if (policy := config.autoscale) is not None:
         looks.append(("autoscale", partial(load_policy, policy)))
     problems: list[str] = []
@@ -72,6 +74,13 @@ def _check_model(name_or_path: str) -> None:
     from cluster.model_files import check_model, resolve_model
 
     check_model(resolve_model(name_or_path))
+
+
+def _check_template(path: Path) -> None:
+    """The model's own special tokens are not known here: empty ones stand for them."""
+    from cluster.chat_template import template_of_file
+
+    template_of_file(path, dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), ""))
 
 
 def _summary(config: ClusterConfig) -> str:

@@ -80,6 +80,21 @@ def serve(
     host: Annotated[str | None, typer.Option(help="address of the HTTP and gRPC fronts")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free one", min=0, max=65535)] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any free one", min=0, max=65535)] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="tokens of prompt and answer together; 0: the model's own", min=0)
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="what requests call the model; repeated: other names for it")
+    ] = None,
+    chat_template_file: Annotated[
+        Path | None, typer.Option(help="jinja file to use instead of the model's own template")
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="web site whose pages may ask (CORS); repeatable")
+    ] = None,
+    log_requests: Annotated[
+        bool | None, typer.Option("--log-requests", help="a line of the router's log for each request")
+    ] = None,
     api_keys_file: Annotated[
         Path | None, typer.Option(help="keys of `tandem key create`: needed on an address that others can reach")
     ] = None,
@@ -132,6 +147,10 @@ def serve(
         "decode.itl_slo_ms": itl_slo_ms, "aggregated.itl_slo_ms": itl_slo_ms,
         "router.host": host, "router.port": port, "router.grpc_port": grpc_port,
         "router.api_keys_file": api_keys_file, "redis.url": redis_url,
+        "max_model_len": max_model_len, "router.chat_template_file": chat_template_file,
+        "router.allowed_origins": tuple(allowed_origin) if allowed_origin else None,
+        "router.log_requests": log_requests,
+        **_names(served_model_name),
         "seed": seed, "autoscale": autoscale, "drain_timeout_s": drain_timeout_s, "link_bytes_per_s": link_bytes_per_s,
     }  # fmt: skip
     loaded = load_cluster_config(config or DEFAULT_CLUSTER_FILE)
@@ -168,6 +187,12 @@ def generate(
     flags = {"router.port": 0, **({"model": model} if model else {})}
     cluster = override(load_cluster_config(config or DEFAULT_CLUSTER_FILE), flags)
     asyncio.run(_ask_own_cluster(cluster, api_key, question, timeline))
+
+
+def _names(served: list[str] | None) -> dict[str, object]:
+    if not served:
+        return {}
+    return {"router.served_model_name": served[0], "router.model_aliases": tuple(served[1:])}
 
 
 async def _serve(config: ClusterConfig, ask: str) -> None:

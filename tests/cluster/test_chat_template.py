@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.chat_template import ChatTemplate
+from cluster.chat_template import ChatTemplate, template_of_file
 from cluster.errors import InvalidRequest, StartupError
 from cluster.tokenizer import load_tokenizer
 
@@ -32,6 +32,21 @@ def test_default_model_renders_as_transformers_does(default_model_path: Path) ->
     for messages in CONVERSATIONS:
         expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert template.render(messages) == expected
+
+
+def test_a_template_of_ones_own_file_is_used_and_its_faults_name_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    assert template_of_file(file, {"bos_token": "^"}).render([{"role": "user", "content": "é"}]) == "^<user>é"
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    with pytest.raises(StartupError, match=r"broken\.jinja fails: TemplateSyntaxError"):
+        template_of_file(broken, {})
+    with pytest.raises(StartupError, match=r"none\.jinja cannot be read: No such file"):
+        template_of_file(tmp_path / "none.jinja", {})
+    broken.write_bytes(b"\xff")
+    with pytest.raises(StartupError, match="not UTF-8"):
+        template_of_file(broken, {})
 
 
 HERMES_STYLE = """{%- if tools %}

@@ -79,7 +79,8 @@ def test_help_imports_neither_torch_nor_grpc() -> None:
 @pytest.mark.parametrize(
     "flag",
     ["--config", "--model", "--dtype", "--backend", "--prefill", "--decode", "--aggregated", "--transport",
-     "--block-tokens", "--host", "--port", "--grpc-port", "--redis-url", "--seed", "--quantization", "--num-threads"],
+     "--block-tokens", "--host", "--port", "--grpc-port", "--redis-url", "--seed", "--quantization", "--num-threads",
+     "--served-model-name", "--max-model-len", "--chat-template-file", "--allowed-origin", "--log-requests"],
 )  # fmt: skip
 def test_serve_has_the_flag(flag: str, serve_help: str) -> None:
     assert flag in serve_help
@@ -158,7 +159,10 @@ def test_key_is_shown_once_and_only_its_digest_is_kept(tmp_path: Path) -> None:
 def test_check_names_everything_that_a_start_would_stumble_over(tmp_path: Path) -> None:
     model, wrong, good = model_directory(tmp_path), tmp_path / "wrong.yaml", tmp_path / "good.yaml"
     good.write_text(f"model: {model}\ndecode: {{workers: 3}}\n")
-    wrong.write_text("router: {host: 0.0.0.0, api_keys_file: none.txt}\nautoscale: none.yaml\nmodel: nothing\n")
+    wrong.write_text(
+        "router: {host: 0.0.0.0, api_keys_file: none.txt, chat_template_file: none.jinja}\n"
+        "autoscale: none.yaml\nmodel: nothing\n"
+    )
     typos = tmp_path / "typos.yaml"
     typos.write_text("modle: a\ndecode:\n  wrokers: 2\n")
     ended = tandem("check", *map(str, (good, wrong, typos)))
@@ -166,7 +170,7 @@ def test_check_names_everything_that_a_start_would_stumble_over(tmp_path: Path) 
     assert ended.stdout == f"{good}: ok, m by 1 prefill + 3 decode workers at 127.0.0.1, 8000\n"
     lines = ended.stderr.splitlines()
     assert [line.split(": ")[1] for line in lines] == [
-        "model", "router.api_keys_file", "autoscale", "decode.wrokers", "modle"
+        "model", "router.api_keys_file", "router.chat_template_file", "autoscale", "decode.wrokers", "modle"
     ]  # fmt: skip
     assert lines[-1].startswith(f"{typos}:1: ")
     assert tandem("check", str(good)).returncode == 0
@@ -202,6 +206,11 @@ def test_version_names_what_it_runs_on() -> None:
     assert ended.returncode == 0
     assert ended.stdout.startswith("tandem ")
     assert "torch " in ended.stdout
+
+
+def test_version_is_an_option_too() -> None:
+    ended = tandem("--version")
+    assert (ended.returncode, ended.stdout) == (0, tandem("version").stdout.splitlines()[0] + "\n")
 
 
 def test_wrong_option_is_status_2() -> None:

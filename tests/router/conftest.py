@@ -140,6 +140,7 @@ async def started(directory: Path, keys: ApiKeys | None = None, **values: object
         vocab_size=tokenizer.vocab_size,
         max_model_len=tokenizer.vocabulary.max_model_len,
         max_choices=settings.max_choices,
+        aliases=settings.model_aliases,
     )
     core = build_core(settings, tokenizer, chatml(), limits, SECURITY, keys)
     bound = bind_socket("127.0.0.1", 0, "--http-port")

@@ -31,6 +31,16 @@ async def test_a_placement_is_explained_with_candidates_terms_and_outcome(
     assert first["outcome"]["first_token_ms"] == 1.234
 
 
+async def test_a_request_is_found_by_what_its_client_calls_it(router: RunningRouter, http: httpx.AsyncClient) -> None:
+    name = {"x-request-id": "chat/7:retry"}
+    answers = [(await http.post("/v1/completions", json=BODY, headers=name)).json() for _ in range(2)]
+    explained = (await http.get("/explain/chat%2F7%3Aretry")).json()
+    assert explained["request_id"] == answers[1]["id"], "the last one of that name"
+    # Nobody hides a request by calling another one like it.
+    await http.post("/v1/completions", json=BODY, headers={"x-request-id": answers[0]["id"]})
+    assert (await http.get(f"/explain/{answers[0]['id']}")).json()["request_id"] == answers[0]["id"]
+
+
 async def test_a_move_shows_in_the_explanation(start_router: StartRouter) -> None:
     router = await start_router()
     workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "ab"]

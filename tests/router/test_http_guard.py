@@ -10,6 +10,9 @@ import pytest
 
 from cluster.errors import StartupError
 from cluster.identity import Tenant
+from cluster.router_settings import RouterSettings
+from router.allowed_origins import AllowedOrigins
+from router.router_process import _refuse_open_address
 from router.tenants import ApiKeys, InvalidApiKey, read_api_keys, scope_key
 from tests.router.conftest import MODEL, RunningRouter, StartRouter
 
@@ -67,7 +70,7 @@ async def test_every_response_carries_security_headers(http: httpx.AsyncClient) 
 PATHS = (
     "/v1/chat/completions", "/v1/completions", "/v1/models", f"/v1/models/{MODEL}", "/tokenize", "/detokenize",
     "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
-    "/metrics", "/statusz", "/explain/x", "/workers/x/drain", "/openapi.json", "/nothing",
+    "/metrics", "/version", "/statusz", "/explain/x", "/workers/x/drain", "/openapi.json", "/nothing",
 )  # fmt: skip
 DISGUISES = ("{}", "{}/", "/{}", "/x/..{}", "/livez/..{}", "/livez%2f..{}", "{}?key=x", "/LIVEZ{}")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -180,3 +183,65 @@ def test_the_word_admin_in_a_key_file_makes_an_operator(tmp_path: Path) -> None:
     keys = read_api_keys(_write(tmp_path / "keys", text))
     assert keys.operators == {"a", "b"}
     assert set(keys.limits) == {"b", "c"}
+
+
+# --- pages of other sites (CORS) --------------------------------------------------------------------------------------
+
+PAGE = "https://chat.example"
+
+
+async def test_a_page_that_is_allowed_may_ask_beforehand_and_read_the_answer(start_router: StartRouter) -> None:
+    router = await start_router(keys=_keys(), allowed_origins=(PAGE + "/",))
+    await router.add_worker(router.new_worker("decode-a"))
+    asks = {
+        "origin": PAGE,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    }
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
+        before = await http.options("/v1/completions", headers=asks)  # browsers send no key with it
+        assert (before.status_code, before.content) == (204, b"")
+        assert before.headers["access-control-allow-origin"] == PAGE
+        assert before.headers["access-control-allow-headers"] == asks["access-control-request-headers"]
+        assert "POST" in before.headers["access-control-allow-methods"]
+        key = {"authorization": f"Bearer {KEY}"}
+        for body, status in ((BODY, 200), ({**BODY, "stream": True}, 200), ({**BODY, "n": -1}, 400)):
+            answer = await http.post("/v1/completions", json=body, headers={"origin": PAGE, **key})
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == PAGE
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            assert answer.headers["vary"] == "origin"
+        without_key = await http.post("/v1/completions", json=BODY, headers={"origin": PAGE})
+        assert (without_key.status_code, without_key.headers["access-control-allow-origin"]) == (401, PAGE)
+        other = {"origin": "https://chat.example.evil", **key}
+        for answer in (
+            await http.options("/v1/completions", headers={**asks, **other}),
+            await http.post("/v1/completions", json=BODY, headers=other),
+        ):
+            assert "access-control-allow-origin" not in answer.headers
+            assert answer.headers["vary"] == "origin"
+
+
+async def test_without_keys_an_allowed_page_passes_the_look_at_origin_but_not_the_one_at_host(
+    start_router: StartRouter,
+) -> None:
+    router = await start_router(allowed_origins=(PAGE,))
+    await router.add_worker(router.new_worker("decode-a"))
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
+        assert (await http.post("/v1/completions", json=BODY, headers={"origin": PAGE})).status_code == 200
+        rebound = {"origin": PAGE, "host": "chat.example"}
+        assert (await http.post("/v1/completions", json=BODY, headers=rebound)).status_code == 403
+
+
+async def test_without_a_list_nothing_is_said_of_other_sites(http: httpx.AsyncClient) -> None:
+    asks = {"origin": "http://localhost:3000", "access-control-request-method": "POST"}
+    for answer in (await http.get("/livez", headers=asks), await http.options("/v1/completions", headers=asks)):
+        assert not [name for name in answer.headers if name.startswith("access-control") or name == "vary"]
+
+
+def test_every_page_may_not_use_a_server_without_keys(tmp_path: Path) -> None:
+    settings = RouterSettings(model="m", runtime_dir=tmp_path, allowed_origins=("*",))
+    with pytest.raises(StartupError, match="allowed_origins"):
+        _refuse_open_address(settings)
+    _refuse_open_address(settings.model_copy(update={"api_keys_file": tmp_path / "keys.txt"}))
+    assert AllowedOrigins(("*",)).has("https://any.example")

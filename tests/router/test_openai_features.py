@@ -349,7 +349,25 @@ async def test_metrics_count_requests_tokens_and_failures(http: httpx.AsyncClien
     assert f'tandem_generation_tokens_total{{model="{MODEL}"}} 5.0' in text
     assert f'tandem_request_success_total{{finished_reason="length",model="{MODEL}"}} 1.0' in text
     assert f'tandem_num_requests_running{{model="{MODEL}"}} 0.0' in text
+    assert f'tandem_request_time_per_output_token_seconds_count{{model="{MODEL}"}} 1.0' in text
+    assert f'tandem_build_info{{version="{(await http.get("/version")).json()["version"]}"}} 1.0' in text
+    assert "_created" not in text
     assert f'tandem_request_refused_total{{code="context_length_exceeded",model="{MODEL}"}} 1.0' in text
+
+
+async def test_a_model_is_asked_for_by_any_of_its_names_and_answers_by_its_own(start_router: StartRouter) -> None:
+    router = await start_router(model_aliases=("gpt-4o-mini", "chat"))
+    await router.add_worker(router.new_worker("decode-a"))
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
+        listed = (await http.get("/v1/models")).json()["data"]
+        assert [(model["id"], model["root"]) for model in listed] == [
+            (name, MODEL) for name in (MODEL, "gpt-4o-mini", "chat")
+        ]
+        assert (await http.get("/v1/models/chat")).json()["id"] == "chat"
+        answer = (await http.post("/v1/completions", json={**COMPLETION, "model": "chat"})).json()
+        assert answer["model"] == MODEL
+        other = await http.post("/v1/completions", json={**COMPLETION, "model": "gpt-4o"})
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_unknown_paths_and_methods_have_openais_error_shape(http: httpx.AsyncClient) -> None:
