@@ -45,6 +45,7 @@ VARIANT_FLAGS = {
     "avx2.cpp": AVX2_FLAGS,
     "avx512.cpp": AVX512_FLAGS,
     "avx512_bf16.cpp": AVX512_BF16_FLAGS,
+    "avx512_bf16_fma.cpp": AVX512_BF16_FLAGS,
     "amx.cpp": AVX512_BF16_FLAGS,  # the tile instructions are assembly and need no flag
     "amx_emulated.cpp": AVX512_BF16_FLAGS,
 }

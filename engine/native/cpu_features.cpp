@@ -16,6 +16,7 @@ KernelTable portable_kernels();
 KernelTable avx2_kernels();
 KernelTable avx512_kernels();
 KernelTable avx512_bf16_kernels();
+KernelTable avx512_bf16_fma_kernels();
 KernelTable amx_kernels();
 KernelTable amx_emulated_kernels();
 bool amx_self_test();
@@ -66,8 +67,15 @@ void add_x86_variants(std::vector<Variant>& usable) {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+    // Intel's cores multiply pairs of bfloat16 at half the rate of float32 FMAs, AMD's at twice that rate. The vendor
+    // decides and not a timing: workers on machines of one kind must choose the same kernels, or tokens would depend on
+    // how busy a machine was when they started.
+    const Variant by_pairs = {"avx512_bf16", &avx512_bf16_kernels};
+    const Variant by_fma = {"avx512_bf16_fma", &avx512_bf16_fma_kernels};
+    const bool fma_is_faster = __builtin_cpu_is("intel");
     if (bf16 && amx_works()) usable.push_back({"amx", &amx_kernels});
-    if (bf16) usable.push_back({"avx512_bf16", &avx512_bf16_kernels});
+    if (bf16) usable.push_back(fma_is_faster ? by_fma : by_pairs);
+    if (bf16) usable.push_back(fma_is_faster ? by_pairs : by_fma);
     if (avx512) usable.push_back({"avx512", &avx512_kernels});
     if (avx2) usable.push_back({"avx2", &avx2_kernels});
     usable.push_back({"portable", &portable_kernels});

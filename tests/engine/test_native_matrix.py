@@ -48,6 +48,17 @@ def test_bfloat16_products_are_those_of_rounded_operands(isa: str, outputs: int,
         np.testing.assert_allclose(matrix.multiply(x), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [NumberFormat.F32, NumberFormat.BF16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 576), (48, 1536), (33, 600)])
+def test_a_row_does_not_depend_on_the_rows_beside_it(isa: str, kind: NumberFormat, outputs: int, inputs: int) -> None:
+    """Bit for bit, around the counts where blocks change; 300 rows of 1,536 inputs are more than a cache holds."""
+    matrix = NativeMatrix(random_array(outputs, inputs), inputs, NumberFormat.F32, kind, isa=isa)
+    x = random_array(300, inputs)
+    alone = np.concatenate([matrix.multiply(x[row : row + 1]) for row in range(300)])
+    for rows in (2, 13, 16, 17, 32, 33, 64, 65, 300):
+        np.testing.assert_array_equal(matrix.multiply(x[:rows]), alone[:rows])
+
+
 @pytest.mark.parametrize("kind", GGUF_TYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_blocks_of_a_file_keep_their_values(isa: str, kind: NumberFormat, outputs: int, inputs: int) -> None:

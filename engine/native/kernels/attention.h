@@ -63,7 +63,7 @@ inline void weigh_row(const AttentionTask& task, const Scratch<Products>& s, int
             sum = vadd(sum, weight);
             vstore_bf16((uint16_t*)p + i, weight);
         } else {
-            const F weight = vexp2(exponent);
+            const F weight = Products::kOfBf16 ? vexp2_for_bf16(exponent) : vexp2(exponent);
             sum = vadd(sum, weight);
             vstore((float*)p + i, weight);
         }
@@ -78,6 +78,7 @@ struct RegisterProducts {
     using Function = void (*)(const Activation*, const uint8_t*, int, int, float*);
     struct Session {};  // what must live while products are made
     static constexpr int kInputs = Dot::kInputs;
+    static constexpr bool kOfBf16 = !std::is_same_v<Dot, DotF32>;  // values have no more bits
     static constexpr int kBlockRows = kPairRows;
     static constexpr int kKeySteps = kTileKeys / kInputs;
 
@@ -125,6 +126,15 @@ struct RegisterProducts {
         kWeighted.entry[rows](p, values, head_dim, num_keys, out);
     }
 };
+
+// What multiplies bfloat16 keys and values.
+#if defined(TANDEM_TILES)
+using Bf16Products = TileProducts;
+#elif defined(TANDEM_BF16_BY_FMA)
+using Bf16Products = RegisterProducts<DotWidenedBefore>;
+#else
+using Bf16Products = RegisterProducts<DotPairs>;
+#endif
 
 // Hides the keys of the step's other branches from a row of a tree: the key of row j lies at root + j.
 inline void hide_branches(float* scores, int num_keys, int root, uint32_t mask) {
@@ -215,8 +225,8 @@ struct FewRowsPath {
 
 #if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
 template <>
-struct FewRowsPath<RegisterProducts<DotBf16>> {
-    using TaskScratch = Scratch<RegisterProducts<DotBf16>>;
+struct FewRowsPath<Bf16Products> {
+    using TaskScratch = Scratch<Bf16Products>;
     static constexpr int kMostRows = kFewRows;
 
     // All rows of all KV heads against one tile. The scratch of arranged keys holds the scores instead.
@@ -266,12 +276,6 @@ inline void attend(const AttentionTask& task, const AttentionTask* next, void* s
     for (int head = 0; head < task.num_kv_heads; ++head)
         finish_rows(task, s.head(head, rows, head_dim), head, rows);
 }
-
-#if defined(TANDEM_TILES)
-using Bf16Products = TileProducts;
-#else
-using Bf16Products = RegisterProducts<DotBf16>;
-#endif
 
 inline size_t attention_scratch_bytes(int rows, int num_kv_heads, int head_dim) {
     const size_t pairs = Scratch<Bf16Products>::carve(nullptr, rows, num_kv_heads, head_dim, nullptr);

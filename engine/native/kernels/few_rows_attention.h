@@ -18,21 +18,19 @@ constexpr int kFewRows = 8;  // accumulators, a pair of values and what they bec
 
 // scores[MR][kTileKeys]: of 16 keys. q: [step][MR].
 struct FewRowsScores {
-    using Function = void (*)(const uint32_t*, const uint8_t* const*, int, float*);
+    using Function = void (*)(const DotBf16::Activation*, const uint8_t* const*, int, float*);
     template <int MR>
-    static void run(const uint32_t* q, const uint8_t* const* keys, int steps, float* scores) {
+    static void run(const DotBf16::Activation* q, const uint8_t* const* keys, int steps, float* scores) {
         alignas(64) uint32_t turned[16][16];
-        F acc[MR];
-        for (int m = 0; m < MR; ++m) acc[m] = vzero();
+        F acc[MR][1];
+        for (int m = 0; m < MR; ++m) acc[m][0] = vzero();
         for (int first = 0; first < steps; first += 16) {
             transpose_16x16(keys, first, turned[0]);
 #pragma GCC unroll 16
-            for (int step = 0; step < 16; ++step) {
-                const I key = iload(turned[step]);
-                for (int m = 0; m < MR; ++m) acc[m] = DotBf16::accumulate(acc[m], key, q[(first + step) * MR + m]);
-            }
+            for (int step = 0; step < 16; ++step)
+                multiply_step<DotBf16, MR, 1>(acc, {iload(turned[step])}, q + (first + step) * DotBf16::kParts * MR, MR, 1);
         }
-        for (int m = 0; m < MR; ++m) vstore(scores + m * kTileKeys, acc[m]);
+        for (int m = 0; m < MR; ++m) vstore(scores + m * kTileKeys, acc[m][0]);
     }
     template <int MR>
     static constexpr Function function() {
@@ -40,15 +38,26 @@ struct FewRowsScores {
     }
 };
 
-// out[MR][head_dim] += p V, 32 dims at a time. p: [MR][kTileKeys / 2] pairs of keys.
+// out[MR][head_dim] += p V, 32 dims at a time. p: [MR][kTileKeys / kInputs], by pairs of keys or by keys.
 struct FewRowsWeighted {
-    using Function = void (*)(const uint32_t*, const uint8_t* const*, int, int, float*);
+    using Function = void (*)(const DotBf16::Activation*, const uint8_t* const*, int, int, float*);
     template <int MR>
-    static void run(const uint32_t* p, const uint8_t* const* values, int head_dim, int num_keys, float* out) {
+    static void run(const DotBf16::Activation* p, const uint8_t* const* values, int head_dim, int num_keys, float* out) {
         for (int dim = 0; dim < head_dim; dim += 32, out += 32) {
             F acc[MR][2];
             for (int m = 0; m < MR; ++m)
                 for (int half = 0; half < 2; ++half) acc[m][half] = vload(out + m * head_dim + 16 * half);
+#ifdef TANDEM_BF16_BY_FMA
+            for (int key = 0; key < num_keys; ++key) {
+                const I value = iload(values[key] + 2 * dim);
+                const F low = vwiden_low(value), high = vwiden_high(value);
+                for (int m = 0; m < MR; ++m) {
+                    const F weight = vset1(p[m * kTileKeys + key]);
+                    acc[m][0] = vfma(low, weight, acc[m][0]);
+                    acc[m][1] = vfma(high, weight, acc[m][1]);
+                }
+            }
+#else
             for (int pair = 0; pair < num_keys / 2; ++pair) {
                 const I even = iload(values[2 * pair] + 2 * dim), odd = iload(values[2 * pair + 1] + 2 * dim);
                 const I low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
@@ -58,6 +67,7 @@ struct FewRowsWeighted {
                     acc[m][1] = DotBf16::accumulate(acc[m][1], high, weight);
                 }
             }
+#endif
             for (int m = 0; m < MR; ++m)
                 for (int half = 0; half < 2; ++half) vstore(out + m * head_dim + 16 * half, acc[m][half]);
         }
@@ -71,9 +81,14 @@ struct FewRowsWeighted {
 constexpr auto kFewRowsScores = by_rows<FewRowsScores>(std::make_index_sequence<kFewRows>());
 constexpr auto kFewRowsWeighted = by_rows<FewRowsWeighted>(std::make_index_sequence<kFewRows>());
 
-// Brings rows of O from the order of interleaved values into that of their dims: 4 dims of `low`, 4 of `high`, in turns.
+// Brings rows of O from the order of interleaved values into that of their dims: 4 dims of `low`, 4 of `high`, in turns;
+// of widened values one and one.
 inline void restore_dims(float* out, size_t size) {
+#ifdef TANDEM_BF16_BY_FMA
+    const I first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#else
     const I first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+#endif
     const I second = iadd(first, iset1(8));
     for (size_t i = 0; i < size; i += 32) {
         const F low = vload(out + i), high = vload(out + i + 16);
@@ -84,7 +99,7 @@ inline void restore_dims(float* out, size_t size) {
 
 // scores[kv head][rows][kTileKeys] of the tile's keys; where these are, first KV head of the task, goes to `keys`, null
 // after the last valid one. Keys and values of later panels are fetched on the way.
-inline void score_tile(const AttentionTask& task, const uint32_t* q, int rows, int first_key, int end_key, int num_keys,
+inline void score_tile(const AttentionTask& task, const DotBf16::Activation* q, int rows, int first_key, int end_key, int num_keys,
                        const uint8_t** keys, float* scores) {
     const size_t head_bytes = task.kv.head_stride * 2, value_bytes = task.kv.value_offset * 2;
     const int head_dim = task.kv.head_dim;
@@ -97,7 +112,7 @@ inline void score_tile(const AttentionTask& task, const uint32_t* q, int rows, i
             panel.at(head * head_bytes, of_head);
             next.prefetch(head * head_bytes, (size_t)head_dim * 2);
             next.prefetch(value_bytes + head * head_bytes, (size_t)head_dim * 2);
-            kFewRowsScores.entry[rows](q + (size_t)head * rows * head_dim / 2, of_head, head_dim / 2,
+            kFewRowsScores.entry[rows](q + head * rows * activations_of<DotBf16>(head_dim), of_head, head_dim / 2,
                                        scores + (size_t)head * rows * kTileKeys + key);
         }
     }

@@ -61,7 +61,7 @@ template <class Dot>
 inline double multiply_registers(int iterations) {
     run_chains<F>(
         iterations, [](const uint8_t* p) { return Dot::load(p); },
-        [](F acc, typename Dot::Weights w) { return Dot::accumulate(acc, w, typename Dot::Activation(0)); },
+        [](F acc, typename Dot::Weights w) { return Dot::accumulate(acc, Dot::template part<0>(w), typename Dot::Activation(0)); },
         std::make_index_sequence<kFloorChains>());
     return 2.0 * Dot::kInputs * kWidth * kFloorChains * iterations;
 }
@@ -91,10 +91,12 @@ inline double multiply_tile_registers(int iterations) {
 inline double multiply_in_registers(tandem::NumberFormat format, int iterations) {
     if (format == tandem::NumberFormat::kF32) return multiply_registers<DotF32>(iterations);
     if (tandem::is_block_format(format)) return multiply_byte_registers(iterations);
-#ifdef TANDEM_TILES
+#if defined(TANDEM_TILES)
     return multiply_tile_registers(iterations);
+#elif defined(TANDEM_BF16_BY_FMA)
+    return multiply_registers<DotF32>(iterations);
 #else
-    return multiply_registers<DotBf16>(iterations);
+    return multiply_registers<DotPairs>(iterations);
 #endif
 }
 

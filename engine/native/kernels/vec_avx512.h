@@ -72,8 +72,17 @@ inline void vstore_bf16(uint16_t* p, F x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
 #endif
 }
+#ifdef __AVX512BF16__
+inline F vround_to_bf16(F x) {
+    return vbits(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+}
+#endif
 // kWidth int32 in [-128, 127] as int8.
 inline void istore_int8(int8_t* p, I x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+
+// The lower and the upper bfloat16 of each 32-bit lane as floats.
+inline F vwiden_low(I pairs) { return vbits(ishift_left<16>(pairs)); }
+inline F vwiden_high(I pairs) { return vbits(iand(pairs, iset1((int32_t)0xffff0000))); }
 
 // acc += w.low * x.low + w.high * x.high, bfloat16 pairs in each 32-bit lane.
 inline F dot_bf16_pairs(F acc, I w, I x) {
