@@ -72,6 +72,30 @@ def test_blocks_of_a_file_keep_their_values(isa: str, kind: NumberFormat, output
         np.testing.assert_allclose(matrix.multiply(x), x.astype(np.float64) @ weights.T, rtol=1e-5, atol=2e-2)
 
 
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_activations_are_rounded_to_127_steps_of_each_32(isa: str, kind: NumberFormat) -> None:
+    """The definition: each 32 activations become int8 by one scale, the rest is as exact as float32."""
+    blocks = gguf.quants.quantize(random_array(33, 160), GGUF_TYPES[kind])
+    weights = gguf.quants.dequantize(blocks, GGUF_TYPES[kind]).astype(np.float64)
+    matrix = NativeMatrix(blocks, 160, kind, kind, isa=isa)
+    for rows in ROW_COUNTS:
+        groups = random_array(rows, 160).reshape(rows, 5, 32)
+        highest = np.abs(groups).max(axis=2, keepdims=True)
+        rounded = np.rint(groups * (np.float32(127) / highest)) * (highest / np.float32(127)).astype(np.float64)
+        out = matrix.multiply(groups.reshape(rows, 160))
+        np.testing.assert_allclose(out, rounded.reshape(rows, 160) @ weights.T, rtol=1e-5, atol=5e-5)
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_a_rows_products_do_not_depend_on_the_rows_beside_it(isa: str, kind: NumberFormat) -> None:
+    blocks = gguf.quants.quantize(random_array(50, 160), GGUF_TYPES[kind])
+    matrix = NativeMatrix(blocks, 160, kind, kind, isa=isa)
+    x = random_array(71, 160)
+    alone = np.concatenate([matrix.multiply(x[row : row + 1]) for row in range(71)])
+    for rows in range(1, 72):
+        np.testing.assert_array_equal(matrix.multiply(x[:rows]), alone[:rows])
+
+
 @pytest.mark.parametrize("kind", [NumberFormat.Q4_1, NumberFormat.Q8_0])
 def test_rounded_weights_are_near_the_floats(isa: str, kind: NumberFormat) -> None:
     weights, x = random_array(64, 576), random_array(9, 576)
