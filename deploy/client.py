@@ -76,6 +76,11 @@ class ClusterClient:
         """What `/explain` says of a request."""
         return await self._get(f"/explain/{quote(request_id, safe='')}")
 
+    async def drain(self, worker_id: str) -> int:
+        """Tells a worker to end when it is idle. Gives how many requests it still has."""
+        path = f"/workers/{quote(worker_id, safe='')}/drain"
+        return int((await self._request("POST", path, httpx.codes.ACCEPTED))["in_flight"])
+
     async def served_model(self) -> str:
         models = await self._get("/v1/models")
         return str(models["data"][0]["id"])
@@ -126,11 +131,14 @@ class ClusterClient:
         raise AnswerFailed("the stream ended before the answer did")
 
     async def _get(self, path: str) -> dict[str, Any]:
+        return await self._request("GET", path, httpx.codes.OK)
+
+    async def _request(self, method: str, path: str, expected_status: int) -> dict[str, Any]:
         try:
-            response = await self._http.get(path, timeout=CONNECT_TIMEOUT_S)
+            response = await self._http.request(method, path, timeout=CONNECT_TIMEOUT_S)
         except httpx.TransportError:
             raise self._unreachable() from None
-        if response.status_code != httpx.codes.OK:
+        if response.status_code != expected_status:
             raise AnswerFailed(_error_text(response.content, response.status_code))
         try:
             answer = response.json()

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from deploy.cluster_plan import ClusterPlan
-from deploy.supervised_process import ProcessState, SupervisedProcess
+from deploy.supervised_process import ProcessState, SupervisedProcess, describe_status
 
+DRAINED = describe_status(0)  # an operator's doing: by itself a worker never ends well
 _COLOURS = {ProcessState.READY: "green", ProcessState.FAILED: "red", ProcessState.BACKING_OFF: "yellow"}
 
 
@@ -71,7 +72,8 @@ class TerminalDisplay:
         if state is ProcessState.READY:
             self._console.print(f"{name} ready after {process.ready_after_s:.1f} s")
         elif state is ProcessState.BACKING_OFF:
-            self._console.print(f"{name} ended unasked ({process.last_exit}), starting it again", style="yellow")
+            how = "drained and ended" if process.last_exit == DRAINED else f"ended unasked ({process.last_exit})"
+            self._console.print(f"{name} {how}, starting it again", style="yellow")
         elif state is ProcessState.FAILED and self._is_serving:  # before that it ends the start, which says why
             self._console.print(process.failure, style="red", markup=False, soft_wrap=True)
 

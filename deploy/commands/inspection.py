@@ -1,4 +1,4 @@
-"""`tandem status` and `tandem explain`: what a running cluster says about itself and about one request."""
+"""`tandem status`, `explain` and `drain`: what a running cluster says of itself, of a request, and of a worker."""
 
 from __future__ import annotations
 
@@ -54,6 +54,21 @@ def explain(
     asyncio.run(_explain(url, api_key, request_id, json_output))
 
 
+def drain(
+    worker_id: Annotated[str, typer.Argument(help="as `tandem status` lists it")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Let a worker finish what it has and end; nothing new goes to it.
+
+    What does not end within its drain timeout goes on at another worker. `tandem serve` and `tandem up` then start it
+    anew, so that draining one worker after the other restarts a cluster without a lost request.
+
+    [dim]tandem drain decode-0[/dim]
+    """
+    asyncio.run(_drain(url, api_key, worker_id))
+
+
 async def _status(url: str, api_key: str, json_output: bool) -> None:
     import json
 
@@ -70,6 +85,14 @@ async def _status(url: str, api_key: str, json_output: bool) -> None:
         Console().print(status_tables(answer))
     if errors := conservation_errors(answer):
         raise AnswerFailed("; ".join(errors))
+
+
+async def _drain(url: str, api_key: str, worker_id: str) -> None:
+    from deploy.client import ClusterClient
+
+    async with ClusterClient(url, api_key) as client:
+        in_flight = await client.drain(worker_id)
+    typer.echo(f"{worker_id} drains: {in_flight} request{'' if in_flight == 1 else 's'} in flight")
 
 
 async def _explain(url: str, api_key: str, request_id: str, json_output: bool) -> None:

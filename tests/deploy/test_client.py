@@ -112,6 +112,22 @@ async def test_refusals_and_broken_streams_are_failures(response: bytes, said: s
             await read(url, Question("why?", model="m"))
 
 
+async def test_a_worker_is_drained_and_an_unknown_one_is_a_failure() -> None:
+    heads: list[str] = []
+
+    def respond(head: str, _: bytes) -> bytes:
+        heads.append(head.splitlines()[0])
+        if "decode-0" in head:
+            return answer_json("202 Accepted", {"worker_id": "decode-0", "in_flight": 3})
+        return answer_json("404 Not Found", {"error": {"message": "no worker 'a/b'", "code": "unknown_worker"}})
+
+    async with server(respond) as url, ClusterClient(url) as client:
+        assert await client.drain("decode-0") == 3
+        with pytest.raises(AnswerFailed, match="no worker 'a/b'"):
+            await client.drain("a/b")
+    assert heads == ["POST /workers/decode-0/drain HTTP/1.1", "POST /workers/a%2Fb/drain HTTP/1.1"]
+
+
 async def test_something_else_on_the_port_is_unreachable() -> None:
     other = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
     async with server(lambda head, body: other) as url, ClusterClient(url) as client:
