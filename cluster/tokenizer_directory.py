@@ -45,6 +45,7 @@ def read_directory_tokenizer(directory: Path) -> tuple[TokenizerBackend, Vocabul
         has_space_prefix="Strip" in decoder_types or "Metaspace" in decoder_types,
         bos_id=None,  # the post-processor in tokenizer.json adds it
         max_model_len=int(text_config.get("max_position_embeddings", 0)),
+        generation_config=generation_config,
     )
     return backend, vocabulary
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +21,4 @@ class Vocabulary:
     # Put in front of a prompt that is not a chat; None where the backend's own post-processor does it, or nobody.
     bos_id: int | None
     max_model_len: int  # context length that the model was made for
+    generation_config: Mapping[str, Any] = field(default_factory=dict)  # as its file says; a GGUF file has none

@@ -57,13 +57,23 @@ def client_request_id(value: str) -> str:
 class RequestParser:
     """Checks bodies against one model's limits."""
 
-    def __init__(self, limits: ServingLimits, default_max_tokens: int | None, tool_format: ToolFormat) -> None:
-        """`default_max_tokens` None: what fits for a chat, OpenAI's 16 for a completion."""
+    def __init__(
+        self,
+        limits: ServingLimits,
+        default_max_tokens: int | None,
+        tool_format: ToolFormat,
+        sampling_defaults: Mapping[str, Any],
+    ) -> None:
+        """`default_max_tokens` None: what fits for a chat, OpenAI's 16 for a completion.
+
+        `sampling_defaults`: other values than OpenAI's for fields that a request leaves out.
+        """
         self.limits = limits
         self._chat_fields = chat_fields(limits)
         self._completion_fields = completion_fields(limits)
         self._default_max_tokens = default_max_tokens
         self._tool_format = tool_format
+        self._sampling_defaults = dict(sampling_defaults)
 
     def parse_chat(self, body: Mapping[str, Any], around: AroundBody = NOTHING_AROUND) -> GenerationRequest:
         """Raises `InvalidRequest`, `ContextLengthExceeded` or `ModelNotFound`."""
@@ -91,7 +101,7 @@ class RequestParser:
             max_tokens=_chat_max_tokens(values, self._default_max_tokens),
             logprobs=_chat_logprobs(values),
             tool_use=use,
-            **_shared_values(values, 1, around),
+            **_shared_values({**self._sampling_defaults, **values}, 1, around),
         )
         return request if use is None else self._with_calls(request, use)
 
@@ -108,7 +118,7 @@ class RequestParser:
             prompts=prompts,
             max_tokens=values.get("max_tokens", default),
             logprobs=values.get("logprobs", NO_LOGPROBS),
-            **_shared_values(values, len(prompts), around),
+            **_shared_values({**self._sampling_defaults, **values}, len(prompts), around),
         )
 
     def _with_calls(self, request: GenerationRequest, use: ToolUse) -> GenerationRequest:

@@ -34,6 +34,7 @@ from router.request_log import RequestLog
 from router.request_metrics import RequestMetrics
 from router.request_parser import RequestParser
 from router.router_siblings import RouterSiblings
+from router.sampling_defaults import defaults_of_model
 from router.shared_metrics import SharedMetrics
 from router.shared_tenant_ledger import SharedTenantLedger
 from router.tenant_limits import TenantLimit, TenantLimiter
@@ -159,7 +160,9 @@ def build_core(
         RequestLog(logs_all=settings.log_requests),
         decisions,
     )
-    parser = RequestParser(limits, settings.default_max_tokens or None, tool_format)
+    uses_models = settings.sampling_defaults == "model"
+    defaults = defaults_of_model(tokenizer.vocabulary.generation_config, limits) if uses_models else {}
+    parser = RequestParser(limits, settings.default_max_tokens or None, tool_format, defaults)
     http_app = build_http_app(
         service,
         parser,

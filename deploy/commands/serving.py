@@ -89,6 +89,10 @@ def serve(
     chat_template_file: Annotated[
         Path | None, typer.Option(help="jinja file to use instead of the model's own template")
     ] = None,
+    sampling_defaults: Annotated[
+        Literal["openai", "model"] | None,
+        typer.Option(help="of requests that leave them out; model: those of its generation_config.json"),
+    ] = None,
     allowed_origin: Annotated[
         list[str] | None, typer.Option(help="web site whose pages may ask (CORS); repeatable")
     ] = None,
@@ -148,6 +152,7 @@ def serve(
         "router.host": host, "router.port": port, "router.grpc_port": grpc_port,
         "router.api_keys_file": api_keys_file, "redis.url": redis_url,
         "max_model_len": max_model_len, "router.chat_template_file": chat_template_file,
+        "router.sampling_defaults": sampling_defaults,
         "router.allowed_origins": tuple(allowed_origin) if allowed_origin else None,
         "router.log_requests": log_requests,
         **_names(served_model_name),

@@ -253,7 +253,7 @@ def test_directory_has_the_ids_of_transformers(tmp_path: Path) -> None:
     )
     reference.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"vocab_size": 640, "eos_token_id": 1, "max_position_embeddings": 512}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2]}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [0, 2], "temperature": 0.6}')
     ours = load_tokenizer(tmp_path)
     _assert_same_ids(ours, reference, special=True)
     assert ours.vocab_size == 640
@@ -262,6 +262,7 @@ def test_directory_has_the_ids_of_transformers(tmp_path: Path) -> None:
     assert ours.vocabulary.special_tokens["bos_token"] == "<|endoftext|>"
     assert ours.vocabulary.chat_template == "{{ 'x' }}"
     assert ours.vocabulary.max_model_len == 512
+    assert ours.vocabulary.generation_config["temperature"] == 0.6
     assert ours.decode([639, *ours.encode("hi")]) == "hi"  # a row of the logits without a token has no text
 
 

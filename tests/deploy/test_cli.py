@@ -80,7 +80,8 @@ def test_help_imports_neither_torch_nor_grpc() -> None:
     "flag",
     ["--config", "--model", "--dtype", "--backend", "--prefill", "--decode", "--aggregated", "--transport",
      "--block-tokens", "--host", "--port", "--grpc-port", "--redis-url", "--seed", "--quantization", "--num-threads",
-     "--served-model-name", "--max-model-len", "--chat-template-file", "--allowed-origin", "--log-requests"],
+     "--served-model-name", "--max-model-len", "--chat-template-file", "--allowed-origin", "--sampling-defaults",
+     "--log-requests"],
 )  # fmt: skip
 def test_serve_has_the_flag(flag: str, serve_help: str) -> None:
     assert flag in serve_help

@@ -14,6 +14,11 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END_ID = 258
 VOCAB_SIZE = 300  # rows of the logits: more than there are tokens
 MAX_MODEL_LEN = 512
+# As Qwen 3 ships it, about.
+GENERATION_CONFIG = {
+    "do_sample": True, "eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 9,
+    "transformers_version": "4.51.0",
+}  # fmt: skip
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -35,6 +40,7 @@ def byte_tokenizer(max_model_len: int = MAX_MODEL_LEN) -> Tokenizer:
         has_space_prefix=False,
         bos_id=None,
         max_model_len=max_model_len,
+        generation_config=GENERATION_CONFIG,
     )
     return Tokenizer(backend, vocabulary)
 
