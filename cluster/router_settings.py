@@ -49,8 +49,8 @@ class RouterLimits(BaseModel):
     chat_template_file: Path | None = Field(default=None, description="a jinja file; without: the model's own template")
     sampling_defaults: Literal["openai", "model"] = Field(
         default="openai",
-        description="of requests that leave them out; model: temperature, top_p, top_k, min_p, repetition_penalty of the "
-        "checkpoint's generation_config.json",
+        description="of requests that leave them out; model: temperature, top_p, top_k, min_p, repetition_penalty of "
+        "the checkpoint's generation_config.json",
     )
     allowed_origins: tuple[str, ...] = Field(
         default=(), description="web sites whose pages may ask (CORS); `*`: any, where API keys are needed"
