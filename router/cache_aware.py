@@ -10,7 +10,8 @@
              of it, evicted and spread too
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
-wins, then the one chosen least recently, then chance: so a shared prefix does not send everybody to one worker; every
+wins, then the one chosen least recently, then the first in this router's own order of them, which no other router has:
+so neither a shared prefix nor many routers at once send everybody to one worker; every
 eighth request for a hot prefix goes to a worker that lacks it (`hot_prefixes`), until no holder gets more than a
 worker's fair share through it. A decode worker prefills by itself only where that wins by more than a near tie (what it
 computes, it does not decode); between the two the queues count twice.
@@ -19,7 +20,6 @@ computes, it does not decode); between the two the queues count twice.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -75,7 +75,7 @@ class _Scored(NamedTuple):
 
     total_ms: float
     last_chosen_s: float  # breaks ties between those that are idle alike
-    order: int  # no two are equal: workers are never compared
+    order: int  # its place in the snapshot; no two are equal: workers are never compared
     worker: WorkerState
     terms_ms: tuple[float, ...]
 
@@ -95,19 +95,22 @@ class _Pair:
         return self.decode.worker.num_in_flight + (self.prefill.worker.num_in_flight if self.prefill else 0)
 
     @property
+    def order(self) -> tuple[int, int]:
+        return self.decode.order, self.prefill.order if self.prefill else 0
+
+    @property
     def last_chosen_s(self) -> float:
         return max(self.decode.last_chosen_s, self.prefill.last_chosen_s if self.prefill else 0.0)
 
 
 class CacheAware:
-    """Has a generator for ties and counts of hot prefixes, and nothing else of its own."""
+    """Has counts of hot prefixes, and nothing else of its own."""
 
     name = "cache_aware"
 
-    def __init__(self, timing: TimingModel, settings: CacheAwareSettings, chance: random.Random) -> None:
+    def __init__(self, timing: TimingModel, settings: CacheAwareSettings) -> None:
         self._timing = timing
         self._settings = settings
-        self._chance = chance
         self._hot = HotPrefixes()
 
     def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
@@ -326,7 +329,7 @@ class CacheAware:
         lowest_ms = min(pair.total_ms for pair in pairs)
         tied_ms = lowest_ms + max(NEAR_TIE_MS, NEAR_TIE_SHARE * lowest_ms)
         tied = [pair for pair in pairs if pair.total_ms <= tied_ms]
-        chosen = min(tied, key=lambda pair: (pair.num_in_flight, pair.last_chosen_s, self._chance.random()))
+        chosen = min(tied, key=lambda pair: (pair.num_in_flight, pair.last_chosen_s, pair.order))
         return replace(chosen, is_tied=len(tied) > 1)
 
     def _is_clearly_faster(self, local: _Scored, pair: _Pair) -> bool:

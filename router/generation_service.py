@@ -47,7 +47,7 @@ class ServingPolicy:
     """What the operator decided for every request."""
 
     request_timeout_s: float
-    seed: int
+    seed: str  # of the seeds of requests that name none
     scope_secret: bytes
 
 

@@ -67,8 +67,9 @@ class RoundRobin:
 
     name = "round_robin"
 
-    def __init__(self) -> None:
-        self._num_placed = 0
+    def __init__(self, turn: int = 0) -> None:
+        """`turn`: at which worker it begins; routers that began alike would send theirs to the same one for ever."""
+        self._num_placed = turn
 
     def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
         decodes = sorted(eligible_decode(request, snapshot), key=lambda worker: worker.worker_id)

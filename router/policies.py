@@ -26,20 +26,20 @@ class PolicyChoice:
     may_choose_local: bool = False  # a decode worker's own prefill, though prefill workers are there
 
 
-def choose_policy(name: str, seed: int, prior: TimingPrior = DEFAULT_PRIOR) -> PolicyChoice:
-    """A new policy with its own state. Raises ValueError for a name that is none."""
+def choose_policy(name: str, seed: int, prior: TimingPrior = DEFAULT_PRIOR, turn: int = 0) -> PolicyChoice:
+    """A new policy with its own state, of the router whose turn this is among others. Raises ValueError for a name that
+    is none."""
     timing = TimingModel(prior)
     match name:
         case "cache_aware":
-            chance = random.Random(seed)  # noqa: S311  near ties, no secret
-            policy = CacheAware(timing, CacheAwareSettings(), chance)
+            policy = CacheAware(timing, CacheAwareSettings())
             return PolicyChoice(policy, timing, uses_cache=True, may_choose_local=True)
         case "least_loaded":
             return PolicyChoice(LeastLoaded(timing), timing)
         case "round_robin":
-            return PolicyChoice(RoundRobin(), timing)
+            return PolicyChoice(RoundRobin(turn), timing)
         case "power_of_two":
-            chance = random.Random(seed)  # noqa: S311  a sample, no secret
+            chance = random.Random(f"{seed} {turn}")  # noqa: S311  a sample, no secret
             return PolicyChoice(PowerOfTwo(timing, chance), timing)
         case "session":
             return PolicyChoice(StickySessions(timing), timing)

@@ -41,7 +41,7 @@ from router.tenant_limits import TenantLimit, TenantLimiter
 from router.tenants import DEFAULT_TENANT, ApiKeys
 from router.timing_model import TimingModel, TimingPrior
 from router.tool_format import tool_format_of
-from router.worker_registry import WorkerRegistry
+from router.worker_registry import WorkerRegistry, turn_of
 from router.worker_session import PROTOCOL_VERSION
 
 # One tenant's flood leaves the others a place.
@@ -114,7 +114,10 @@ def build_core(
     encoder = PromptEncoder(tokenizer, template)
     decisions = DecisionLog(siblings)
     choice = choose_policy(
-        settings.policy, settings.seed, TimingPrior(settings.prefill_prior_ms, settings.decode_prior_ms)
+        settings.policy,
+        settings.seed,
+        TimingPrior(settings.prefill_prior_ms, settings.decode_prior_ms),
+        turn_of(settings.router_id),
     )
     cache_view = None
     if choice.uses_cache:
@@ -139,7 +142,7 @@ def build_core(
     dispatcher.on_room(admission.room_changed)
     policy = ServingPolicy(
         request_timeout_s=settings.request_timeout_s,
-        seed=settings.seed,
+        seed=f"{settings.seed} {settings.router_id}",
         scope_secret=security.token.encode(),
     )
     grammars = GrammarChecker()

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
+import zlib
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -63,6 +65,22 @@ class PrefillLink:
 Link = WorkerSession | PrefillLink
 
 
+def turn_of(router_id: str) -> int:
+    """At which of several equal workers a router begins: router-3 at the fourth one, a name without a number anywhere.
+
+    Routers know nothing of each other's bookings. If all began at the first one it would get all of their first
+    requests, and as many again whenever they have caught up with each other.
+    """
+    number = re.search(r"\d{1,9}$", router_id)
+    return int(number[0]) if number else zlib.crc32(router_id.encode())
+
+
+def in_turn(workers: list[WorkerState], turn: int) -> list[WorkerState]:
+    """The same workers, beginning with this one."""
+    first = turn % len(workers) if workers else 0
+    return workers[first:] + workers[:first] if first else workers
+
+
 class WorkerRegistry:
     """Owned by the router process. `on_membership_change` is given to the membership view."""
 
@@ -75,6 +93,7 @@ class WorkerRegistry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._hello = hello
+        self._turn = turn_of(hello.router_id)
         self._security = security
         self.allows_local_prefill = allows_local_prefill
         self._clock = clock
@@ -109,14 +128,14 @@ class WorkerRegistry:
         self._notify()
 
     def snapshot(self) -> ClusterSnapshot:
-        """Who could take a request now."""
+        """Who could take a request now, in this router's own order: ties go by it."""
         prefill: list[WorkerState] = []
         decode: list[WorkerState] = []
         for link in self._links.values():
             worker = link.worker
             if worker.is_routable:
                 (decode if worker.generates else prefill).append(worker)
-        return ClusterSnapshot(prefill, decode, self.allows_local_prefill)
+        return ClusterSnapshot(in_turn(prefill, self._turn), in_turn(decode, self._turn), self.allows_local_prefill)
 
     def session_of(self, worker: WorkerState) -> WorkerSession:
         """The stream to a decode or aggregated worker of the last snapshot."""

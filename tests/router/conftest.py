@@ -22,6 +22,7 @@ from router.limits import ServingLimits
 from router.router_core import RouterCore, build_core
 from router.tenants import ApiKeys
 from tests.router.byte_tokenizer import byte_tokenizer, chatml
+from tests.router.fronts import Front, OverGrpc, OverHttp
 from tests.router.scripted_worker import SECURITY, ScriptedWorker
 
 MODEL = "test-model"
@@ -129,6 +130,15 @@ async def router(start_router: StartRouter) -> RunningRouter:
 async def http(router: RunningRouter) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=60) as client:
         yield client
+
+
+@pytest_asyncio.fixture(loop_scope="session", params=["http", "http-stream", "grpc"])
+async def front(request: pytest.FixtureRequest) -> AsyncIterator[Front]:
+    """`await front.ask(router, prompt=[1, 2], max_tokens=3)`: a test with it runs over each of the public fronts."""
+    is_grpc = request.param == "grpc"
+    front = OverGrpc() if is_grpc else OverHttp(MODEL, is_streamed=request.param == "http-stream")
+    yield front
+    await front.close()
 
 
 async def started(directory: Path, keys: ApiKeys | None = None, **values: object) -> RunningRouter:

@@ -2,6 +2,7 @@
 
 A prefill worker computes one prompt at a time and keeps every block it computed; a decode worker runs its requests for
 `output_ms`. Only what the live router would know reaches the policy: bookings, and KV events after they are stored.
+With several routers requests go to them in turn; each books for itself, and of the others it sees what workers report.
 """
 
 from __future__ import annotations
@@ -43,6 +44,19 @@ def worker(worker_id: str, role: Role = Role.PREFILL, total_blocks: int = 100_00
 
 
 @dataclass
+class SimulatedRouter:
+    """One router's policy, and all it knows of the workers."""
+
+    policy: PlacementPolicy
+    prefill: list[WorkerState]
+    decode: list[WorkerState]
+    view: CacheView
+
+    def states_of(self, worker_id: WorkerId) -> list[WorkerState]:
+        return [state for state in (*self.prefill, *self.decode) if state.worker_id == worker_id]
+
+
+@dataclass
 class SimulatedCluster:
     """`run` sends prompts at their times and counts where they went and how long their first token took."""
 
@@ -51,7 +65,9 @@ class SimulatedCluster:
     prefill: list[WorkerState]
     decode: list[WorkerState]
     output_ms: float = 500.0
+    other_policies: Sequence[PlacementPolicy] = ()  # of as many more routers
     now_s: float = 0.0
+    num_cached_tokens: int = 0  # found where prompts were computed
     placements: list[Placement] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     _free_at_s: dict[WorkerId, float] = field(default_factory=dict)
@@ -61,9 +77,20 @@ class SimulatedCluster:
     _num_events: int = 0
 
     def __post_init__(self) -> None:
-        self.view = CacheView(PrefixIndex(), lambda: self.now_s)
-        for state in self.prefill + self.decode:
-            self.view.worker_joined(state.worker_id)
+        self.routers = [self._router(self.policy, self.prefill, self.decode)]
+        for policy in self.other_policies:
+            prefill, decode = (
+                [worker(one.worker_id, one.role) for one in pool] for pool in (self.prefill, self.decode)
+            )
+            self.routers.append(self._router(policy, prefill, decode))
+
+    def _router(
+        self, policy: PlacementPolicy, prefill: list[WorkerState], decode: list[WorkerState]
+    ) -> SimulatedRouter:
+        view = CacheView(PrefixIndex(), lambda: self.now_s)
+        for state in prefill + decode:
+            view.worker_joined(state.worker_id)
+        return SimulatedRouter(policy, prefill, decode, view)
 
     def run(self, prompts: Sequence[tuple[float, Sequence[int]]]) -> None:
         for at_s, token_ids in prompts:
@@ -75,8 +102,9 @@ class SimulatedCluster:
         return Counter(placement.prefill[0].worker_id for placement in self.placements if placement.prefill)
 
     def _place(self, token_ids: Sequence[int]) -> None:
+        router = self.routers[len(self.placements) % len(self.routers)]
         hashes = prompt_hashes(token_ids, SCOPE)
-        match = self.view.match(hashes, BLOCK_TOKENS, len(token_ids))
+        match = router.view.match(hashes, BLOCK_TOKENS, len(token_ids))
         request = RequestView(
             num_prompt_tokens=len(token_ids),
             max_tokens=64,
@@ -84,11 +112,11 @@ class SimulatedCluster:
             cached_tokens=match.tokens,
             longest_match=match.longest,
         )
-        placement = self.policy.place(request, ClusterSnapshot(self.prefill, self.decode), self.now_s)
+        placement = router.policy.place(request, ClusterSnapshot(router.prefill, router.decode), self.now_s)
         booking = Booking(placement, len(token_ids), 64, lambda: self.now_s)
         self.placements.append(placement)
         computing = placement.prefill[0] if placement.prefill else placement.decode
-        self.view.chosen(computing.worker_id, hashes)
+        router.view.chosen(computing.worker_id, hashes)
         cache = self._caches.setdefault(computing.worker_id, set())
         num_cached = 0
         for block_hash in hashes:
@@ -96,6 +124,7 @@ class SimulatedCluster:
                 break
             num_cached += BLOCK_TOKENS
         num_cached = min(num_cached, len(token_ids) - 1)
+        self.num_cached_tokens += num_cached
         start_s = max(self.now_s, self._free_at_s.get(computing.worker_id, 0.0))
         end_s = start_s + self.timing.prefill_ms(len(token_ids) - num_cached, num_cached) / 1000
         self._free_at_s[computing.worker_id] = end_s
@@ -105,18 +134,30 @@ class SimulatedCluster:
         def first_token() -> None:
             booking.first_token()
             self._seqs[computing.worker_id] += 1
-            self.view.on_event(
-                membership_pb2.KvEvent(
-                    worker_id=computing.worker_id,
-                    incarnation=computing.incarnation,
-                    seq=self._seqs[computing.worker_id],
-                    op=membership_pb2.KV_EVENT_OP_STORED,
-                    block_hashes=b"".join(hashes),
-                )
+            event = membership_pb2.KvEvent(
+                worker_id=computing.worker_id,
+                incarnation=computing.incarnation,
+                seq=self._seqs[computing.worker_id],
+                op=membership_pb2.KV_EVENT_OP_STORED,
+                block_hashes=b"".join(hashes),
             )
+            for one in self.routers:
+                one.view.on_event(event)
+            if len(self.routers) > 1:
+                self._report(computing)
 
         self._at(end_s, first_token)
         self._at(end_s + self.output_ms / 1000, booking.release)
+
+    def _report(self, computing: WorkerState) -> None:
+        """What the worker has to compute yet, whoever sent it, to every router."""
+        queue_ms = max(0.0, self._free_at_s[computing.worker_id] - self.now_s) * 1000
+        load = worker_pb2.LoadReport(
+            total_blocks=computing.load.total_blocks, free_blocks=computing.load.total_blocks, queue_ms=queue_ms
+        )
+        for router in self.routers:
+            for state in router.states_of(computing.worker_id):
+                state.take_report(load, self.now_s)
 
     def _at(self, at_s: float, action: Callable[[], None]) -> None:
         self._num_events += 1

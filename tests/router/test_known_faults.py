@@ -6,72 +6,28 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import httpx
-import pytest
 import pytest_asyncio
 from tandem.v1 import common_pb2, inference_pb2, inference_pb2_grpc, worker_pb2
 
-from cluster.errors import TandemError
 from cluster.membership_state import ChangeKind
-from cluster.rpc_errors import from_rpc_error
 from router.cache_view import prompt_hashes
 from tests.router.byte_tokenizer import MAX_MODEL_LEN
 from tests.router.conftest import MODEL, RunningRouter, StartRouter, started
+from tests.router.fronts import CLIENT_TIMEOUT_S, Front, Reply
 from tests.router.scripted_worker import ScriptedWorker
 
 AT_ONCE_S = 20.0
-CLIENT_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a client got: the text, or the code of the error and the stage that failed."""
-
-    request_id: str = ""
-    text: str = ""
-    code: str = ""
-    stage: str = ""
-
-
-Ask = Callable[..., Coroutine[Any, Any, Outcome]]
-
-
-@pytest.fixture(params=["http", "grpc"])
-def ask(request: pytest.FixtureRequest) -> Ask:
-    """`await ask(router, prompt=[1, 2], max_tokens=3)`: one streamed request, whatever becomes of it."""
-    return _ask_http if request.param == "http" else _ask_grpc
-
-
-async def _ask_http(router: RunningRouter, **fields: Any) -> Outcome:
-    body = {"model": MODEL, "prompt": [97] * 3, "max_tokens": 4, "temperature": 0, **fields}
-    async with httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=CLIENT_TIMEOUT_S) as client:
-        answer = await client.post("/v1/completions", json=body)
-    if answer.status_code == 200:
-        return Outcome(answer.json()["id"], answer.json()["choices"][0]["text"])
-    return Outcome(code=answer.json()["error"]["code"], stage=answer.headers.get("x-tandem-stage", ""))
-
-
-async def _ask_grpc(router: RunningRouter, **fields: Any) -> Outcome:
-    values = {"prompt": [97] * 3, "max_tokens": 4, "temperature": 0.0, **fields}
-    token_ids = inference_pb2.TokenIds(ids=values.pop("prompt"))
-    text, request_id = "", ""
-    async with grpc.aio.insecure_channel(router.grpc_address) as channel:
-        stub: Any = inference_pb2_grpc.InferenceStub(channel)
-        try:
-            request = inference_pb2.GenerateRequest(token_ids=token_ids, **values)
-            async for response in stub.Generate(request, timeout=CLIENT_TIMEOUT_S):
-                request_id = response.request_id
-                text += "".join(choice.text for choice in response.choices)
-        except grpc.aio.AioRpcError as raised:
-            error: TandemError = from_rpc_error(raised)
-            return Outcome(code=error.error_code, stage=error.stage)
-    return Outcome(request_id, text)
+async def ask(front: Front, router: RunningRouter, **fields: Any) -> Reply:
+    """A short request: what the test says of it, and what every test here means."""
+    return await front.ask(router, **{"prompt": [97] * 3, "max_tokens": 4, "temperature": 0, **fields})
 
 
 async def explained(router: RunningRouter, request_id: str) -> dict[str, Any]:
@@ -97,13 +53,13 @@ async def nothing_is_held(router: RunningRouter) -> None:
 # --- why a prefix was not found ---------------------------------------------------------------------------------------
 
 
-async def test_rt10_an_explanation_says_why_no_prefix_counted(start_router: StartRouter, ask: Ask) -> None:
+async def test_rt10_an_explanation_says_why_no_prefix_counted(start_router: StartRouter, front: Front) -> None:
     router = await start_router()
     worker = await router.add_worker(router.new_worker("both", "aggregated"))
 
     async def cause(num_tokens: int, first: int) -> str:
-        outcome = await ask(router, prompt=[first, *[97] * (num_tokens - 1)])
-        because: str = (await explained(router, outcome.request_id))["no_match_because"]
+        reply = await ask(front, router, prompt=[first, *[97] * (num_tokens - 1)])
+        because: str = (await explained(router, reply.request_id))["no_match_because"]
         return because
 
     assert await cause(9, 1) == "its 9 tokens do not fill a block of 16"
@@ -115,10 +71,10 @@ async def test_rt10_an_explanation_says_why_no_prefix_counted(start_router: Star
     assert await cause(40, 3) == ""  # this one is expected where the last one went
 
 
-async def test_rt10_a_policy_that_looks_at_no_cache_says_so(start_router: StartRouter, ask: Ask) -> None:
+async def test_rt10_a_policy_that_looks_at_no_cache_says_so(start_router: StartRouter, front: Front) -> None:
     router = await start_router(policy="round_robin")
     await router.add_worker(router.new_worker("both", "aggregated"))
-    because = (await explained(router, (await ask(router)).request_id))["no_match_because"]
+    because = (await explained(router, (await ask(front, router)).request_id))["no_match_because"]
     assert because == "the policy round_robin does not look at caches"
 
 
@@ -129,7 +85,7 @@ def _scope(router: RunningRouter, worker: ScriptedWorker) -> Any:
 
 
 async def test_s_b69_without_reports_and_events_requests_go_by_what_was_booked_and_the_explanation_says_so(
-    start_router: StartRouter, ask: Ask
+    start_router: StartRouter, front: Front
 ) -> None:
     """Nothing falls to chance in silence: what is not known is a term that is missing, not another policy."""
     router = await start_router()
@@ -139,12 +95,12 @@ async def test_s_b69_without_reports_and_events_requests_go_by_what_was_booked_a
         worker.pace = lambda *_: gate.wait()
     for state, _ in router.core.registry.workers:
         state.load_at_s = -1e9
-    asked = [asyncio.create_task(ask(router, prompt=[number] * 5)) for number in range(6)]
+    asked = [asyncio.create_task(ask(front, router, prompt=[number] * 5)) for number in range(6)]
     await router.until(lambda: sum(len(worker.submits) for worker in workers) == 6)
     assert [len(worker.submits) for worker in workers] == [2, 2, 2]
     gate.set()
-    for outcome in await asyncio.gather(*asked):
-        placement = await explained(router, outcome.request_id)
+    for reply in await asyncio.gather(*asked):
+        placement = await explained(router, reply.request_id)
         assert placement["policy"] == "cache_aware"
         assert placement["reason"].startswith(("lowest predicted time", "near tie: the less busy"))
     async with httpx.AsyncClient(base_url=router.url, trust_env=False, timeout=60) as client:
@@ -156,28 +112,30 @@ async def test_s_b69_without_reports_and_events_requests_go_by_what_was_booked_a
 
 
 async def test_rt32_a_prompt_at_the_context_limit_is_refused_at_once_and_holds_no_slot(
-    router: RunningRouter, ask: Ask
+    router: RunningRouter, front: Front
 ) -> None:
     started_s = time.monotonic()
-    outcome = await ask(router, prompt=[97] * MAX_MODEL_LEN)
-    assert (outcome.code, outcome.text) == ("context_length_exceeded", "")
+    reply = await ask(front, router, prompt=[97] * MAX_MODEL_LEN)
+    assert (reply.code, reply.text) == ("context_length_exceeded", "")
     assert time.monotonic() - started_s < AT_ONCE_S
     assert not any(worker.submits for worker in router.workers)
     await nothing_is_held(router)
 
 
-async def test_rt32_what_prefill_refuses_is_the_clients_error_at_once(router: RunningRouter, ask: Ask) -> None:
+async def test_rt32_what_prefill_refuses_is_the_clients_error_at_once(router: RunningRouter, front: Front) -> None:
     worker = router.workers[-1]
     worker.refuse = failing("invalid_request", "prefill")
     started_s = time.monotonic()
-    assert await ask(router) == Outcome(code="invalid_request", stage="prefill")
+    reply = await ask(front, router)
+    assert reply.is_client_error
+    assert (reply.code, reply.stage, reply.text) == ("invalid_request", "prefill", "")
     assert time.monotonic() - started_s < AT_ONCE_S
     assert len(worker.submits) == 1
     await nothing_is_held(router)
 
 
 async def test_rt33_a_decode_worker_that_breaks_off_is_replaced_and_its_prefill_is_let_go(
-    start_router: StartRouter, ask: Ask
+    start_router: StartRouter, front: Front
 ) -> None:
     router = await start_router()
     await router.add_worker(router.new_worker("prefill-0", "prefill"))
@@ -195,8 +153,8 @@ async def test_rt33_a_decode_worker_that_breaks_off_is_replaced_and_its_prefill_
     for worker in workers:
         worker.pace = break_first(worker)
     started_s = time.monotonic()
-    outcome = await ask(router)
-    assert len(outcome.text) == 4
+    reply = await ask(front, router)
+    assert len(reply.text) == 4
     assert time.monotonic() - started_s < AT_ONCE_S
     (other,) = [worker for worker in workers if worker.worker_id not in breaking]
     assert [submit.fence for submit in other.submits] == [1]
@@ -204,12 +162,14 @@ async def test_rt33_a_decode_worker_that_breaks_off_is_replaced_and_its_prefill_
 
 
 async def test_rt34_a_failed_prefill_ends_the_request_at_once_and_says_where_it_failed(
-    router: RunningRouter, ask: Ask
+    router: RunningRouter, front: Front
 ) -> None:
     worker = router.workers[-1]
     worker.refuse = failing("internal_error", "prefill")
     started_s = time.monotonic()
-    assert await ask(router) == Outcome(code="internal_error", stage="prefill")
+    reply = await ask(front, router)
+    assert reply.status in (500, "INTERNAL")
+    assert (reply.code, reply.stage, reply.text) == ("internal_error", "prefill", "")
     assert time.monotonic() - started_s < AT_ONCE_S
     failed = router.core.metrics_registry.get_sample_value(
         "tandem_request_failure_total", {"model": MODEL, "code": "internal_error", "stage": "prefill"}
@@ -221,49 +181,51 @@ async def test_rt34_a_failed_prefill_ends_the_request_at_once_and_says_where_it_
 # --- counts that scaling and fairness read ----------------------------------------------------------------------------
 
 
-async def test_rt44_s_b72_refused_requests_leave_no_count_behind(start_router: StartRouter, ask: Ask) -> None:
+async def test_rt44_s_b72_refused_requests_leave_no_count_behind(start_router: StartRouter, front: Front) -> None:
     router = await start_router(max_concurrent_requests=2)
     worker = await router.add_worker(router.new_worker("decode-a"))
     gate = asyncio.Event()
     worker.pace = lambda *_: gate.wait()
-    running = [asyncio.create_task(ask(router)) for _ in range(2)]
+    running = [asyncio.create_task(ask(front, router)) for _ in range(2)]
     await worker.wait_for(lambda: len(worker.submits) == 2)
-    refused = await asyncio.gather(*(ask(router) for _ in range(25)))
-    assert {outcome.code for outcome in refused} == {"server_is_overloaded"}
+    refused = await asyncio.gather(*(ask(front, router) for _ in range(25)))
+    assert {reply.code for reply in refused} == {"server_is_overloaded"}
     assert router.core.record().running_requests == 2  # equal to what really runs while it runs
     gate.set()
-    assert all(outcome.text for outcome in await asyncio.gather(*running))
+    assert all(reply.text for reply in await asyncio.gather(*running))
     await nothing_is_held(router)
 
 
-async def test_s_b72_a_draining_worker_and_a_draining_router_take_nothing(start_router: StartRouter, ask: Ask) -> None:
+async def test_s_b72_a_draining_worker_and_a_draining_router_take_nothing(
+    start_router: StartRouter, front: Front
+) -> None:
     router = await start_router()
     worker = await router.add_worker(router.new_worker("decode-a"))
-    assert (await ask(router)).text
+    assert (await ask(front, router)).text
     router.announce(worker, ChangeKind.LEFT)
-    assert (await ask(router)).code == "no_workers_available"
+    assert (await ask(front, router)).code == "no_workers_available"
     assert len(worker.submits) == 1
     router.announce(worker)
     await router.until(lambda: router.is_routable(worker))
     router.core.service.is_draining = True
-    assert (await ask(router)).code == "server_is_overloaded"
+    assert (await ask(front, router)).code == "server_is_overloaded"
     assert len(worker.submits) == 1
     await nothing_is_held(router)
 
 
 async def test_rt43_two_routers_in_one_process_share_no_index_and_no_count(
-    start_router: StartRouter, other_directory_router: RunningRouter, ask: Ask
+    start_router: StartRouter, other_directory_router: RunningRouter, front: Front
 ) -> None:
     first, second = await start_router(), other_directory_router
     for router in (first, second):
         await router.add_worker(router.new_worker("both", "aggregated"))
     prompt = [98] * 200
-    await ask(first, prompt=prompt)
+    await ask(front, first, prompt=prompt)
     views = [router.core.cache_view for router in (first, second)]
     assert [view is not None and view.index.status().speculative_entries for view in views] == [12, 0]
     first.announce(first.workers[0], ChangeKind.LEFT)
-    assert (await ask(second, prompt=prompt)).text
-    assert (await ask(first, prompt=prompt)).code == "no_workers_available"
+    assert (await ask(front, second, prompt=prompt)).text
+    assert (await ask(front, first, prompt=prompt)).code == "no_workers_available"
 
 
 @pytest_asyncio.fixture(loop_scope="session")
