@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from tandem.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-from cluster.errors import InvalidRequest, StartupError
+from cluster.errors import InvalidRequest, RequestTooLarge, StartupError
 from cluster.rpc_errors import ErrorInterceptor
 from router.answer import LENGTH, STOP, Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
@@ -28,6 +28,11 @@ from router.tenants import DEFAULT_TENANT, ApiKeys
 from router.tool_parser import CallDelta
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+
+# As over HTTP: `http_protocol`.
+MAX_METADATA_BYTES, MAX_METADATA_ENTRIES = 16 * 1024, 100
+# A connection that has not said what it wants by then is closed; gRPC's own default is two minutes.
+HANDSHAKE_TIMEOUT_MS = 10_000
 
 _FINISH_REASONS = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -50,6 +55,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: inference_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse],
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        _check_metadata(context)
         tenant = DEFAULT_TENANT if self._keys is None else self._keys.tenant_of(_metadata(context, "authorization"))
         around = AroundBody(
             context.time_remaining(),
@@ -97,7 +103,10 @@ class GrpcFront:
         """Raises `StartupError` when the address is taken."""
         options = [
             ("grpc.max_receive_message_length", max_body_bytes),
-            ("grpc.max_metadata_size", 16 * 1024),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            # Between the two gRPC refuses by chance.
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
             ("grpc.so_reuseport", int(shares_port)),
         ]
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
@@ -164,6 +173,14 @@ def _last_response(answer: Answer, request: GenerationRequest) -> inference_pb2.
         ),
         timeline=answer.merged_timeline() if request.wants_timeline else None,
     )
+
+
+def _check_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    metadata: Any = context.invocation_metadata()
+    if len(metadata or ()) > MAX_METADATA_ENTRIES:
+        raise RequestTooLarge(
+            f"metadata has {len(metadata)} entries, at most {MAX_METADATA_ENTRIES}", code="headers_too_large"
+        )
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> str:

@@ -169,6 +169,7 @@ def test_f15_s_b66_a_killed_router_breaks_its_streams_visibly_and_the_next_one_s
     cluster.wait_for(_is_whole, 60, "workers let go of what nobody reads")
 
 
+@pytest.mark.fronts("http", "grpc")
 def test_rt56_s_b49_s_b50_clients_that_leave_at_any_moment_leave_no_block_behind(cluster: RunningCluster) -> None:
     """Queued, in prefill (48 ms), as it ends, in transfer, at the first token, in the middle: `whole_again` counts."""
     moments_s = [0.0, 0.005, 0.02, 0.043, 0.048, 0.053, 0.06, 0.08, 0.12, 0.25]

@@ -160,8 +160,9 @@ def _read_object(said: dict[str, Any], reply: Reply) -> None:
         if reason := choice.get("finish_reason"):
             reply.finish_reasons[choice["index"]] = reason
     if usage := said.get("usage"):
-        counts = (usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens"))
-        reply.usages.append(Usage(*counts, usage["prompt_tokens_details"]["cached_tokens"]))
+        cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        counts = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"], cached_tokens)
+        reply.usages.append(Usage(*counts))
 
 
 class OverGrpc(Front):
@@ -197,7 +198,7 @@ class OverGrpc(Front):
 
     async def close(self) -> None:
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
 
 
 def _to_message(fields: Mapping[str, Any]) -> inference_pb2.GenerateRequest:

@@ -307,18 +307,6 @@ def _event_of(worker: ScriptedWorker, home: ScriptedWorker) -> membership_pb2.Kv
     return event
 
 
-async def test_s_b41_another_tenants_prefix_is_no_match(start_router: StartRouter) -> None:
-    router = await start_router(policy="cache_aware")
-    await router.add_worker(router.new_worker("both-a", "aggregated"))
-    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
-        for salt in ("x", "y"):
-            body = {"model": MODEL, "prompt": list(range(200)), "max_tokens": 1, "cache_salt": salt}
-            await http.post("/v1/completions", json=body)
-    view = router.core.cache_view
-    assert view is not None
-    assert view.index.status().speculative_entries == 24
-
-
 def _tiered(seq: int, hashes: list[BlockHash], op: int) -> membership_pb2.KvEvent:
     event = _event(seq, hashes, op)
     event.has_tiers = True

@@ -19,9 +19,7 @@ MAX_TOKENS = 12
 
 
 async def ask(front: Front, router: RunningRouter, **fields: Any) -> Reply:
-    return await front.ask(
-        router, **{"prompt": "abc", "max_tokens": MAX_TOKENS, "temperature": 1, "seed": 3, **fields}
-    )
+    return await front.ask(router, **{"prompt": "abc", "max_tokens": MAX_TOKENS, "temperature": 1, "seed": 3, **fields})
 
 
 def held_after(num_tokens: int) -> tuple[asyncio.Event, Callable[[worker_pb2.SubmitRequest, int], Any]]:
@@ -41,7 +39,15 @@ def text_of(submit: worker_pb2.SubmitRequest) -> str:
 
 # --- every kind of end ------------------------------------------------------------------------------------------------
 
-ENDS = ("well", "worker fails", "pool is full", "stream breaks", "deadline", "client leaves early", "client leaves late")
+ENDS = (
+    "well",
+    "worker fails",
+    "pool is full",
+    "stream breaks",
+    "deadline",
+    "client leaves early",
+    "client leaves late",
+)
 
 
 async def test_rt27_counters_are_zero_after_every_kind_of_end(start_router: StartRouter, front: Front) -> None:

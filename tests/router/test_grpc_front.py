@@ -182,26 +182,6 @@ async def test_failures_have_their_statuses(start_router: StartRouter) -> None:
         gate.set()
 
 
-async def test_rt28_bookings_are_made_for_grpc_as_for_http(start_router: StartRouter) -> None:
-    router = await start_router()
-    workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "abcd"]
-    gate = asyncio.Event()
-
-    async def pace(_: worker_pb2.SubmitRequest, __: int) -> None:
-        await gate.wait()
-
-    for worker in workers:
-        worker.pace = pace
-    async with grpc.aio.insecure_channel(router.grpc_address) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        calls = [asyncio.create_task(_generate(stub, text=f"prompt {number}")) for number in range(8)]
-        for worker in workers:
-            await worker.wait_for(lambda worker=worker: len(worker.submits) >= 2)  # type: ignore[misc]
-        gate.set()
-        await asyncio.gather(*calls)
-    assert [len(worker.submits) for worker in workers] == [2, 2, 2, 2]
-
-
 async def test_s_b37_keys_are_needed_over_grpc_too(start_router: StartRouter) -> None:
     keys = ApiKeys({hashlib.sha256(b"k").digest(): Tenant("alice")})
     router = await start_router(keys=keys)

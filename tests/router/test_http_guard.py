@@ -76,7 +76,8 @@ DISGUISES = ("{}", "{}/", "/{}", "/x/..{}", "/livez/..{}", "/livez%2f..{}", "{}?
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 
-async def test_s_b38_every_route_and_method_needs_a_key_but_the_probes(start_router: StartRouter) -> None:
+@pytest.mark.fronts("http")
+async def test_s_b38_s_b6_every_route_and_method_needs_a_key_but_the_probes(start_router: StartRouter) -> None:
     router = await start_router(keys=_keys())
     async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
         for path in PATHS:

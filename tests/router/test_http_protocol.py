@@ -63,6 +63,7 @@ def test_the_defaults_are_those_of_the_interface_document() -> None:
     assert (http_protocol.MAX_HEADER_BYTES, http_protocol.MAX_HEADERS) == (16 * 1024, 100)
 
 
+@pytest.mark.fronts("http")
 async def test_f19_s_b32_headers_that_trickle_get_408_at_the_deadline(
     router: RunningRouter, short_times: ReceiptTimes
 ) -> None:
@@ -170,6 +171,7 @@ TOO_MUCH: dict[str, tuple[bytes, int, str]] = {
 }
 
 
+@pytest.mark.fronts("http")
 @pytest.mark.parametrize("name", TOO_MUCH)
 async def test_s_b17_bounds_of_headers_bodies_and_types(name: str, router: RunningRouter) -> None:
     data, status, code = TOO_MUCH[name]
@@ -194,6 +196,7 @@ NOT_HTTP: dict[str, bytes] = {
 }
 
 
+@pytest.mark.fronts("http")
 @pytest.mark.parametrize("name", NOT_HTTP)
 async def test_f35_s_b30_what_is_no_http_is_refused_and_nothing_dies(name: str, router: RunningRouter) -> None:
     answer = await _send(router, NOT_HTTP[name])

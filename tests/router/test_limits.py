@@ -35,7 +35,7 @@ def _error(answer: httpx.Response, status: int, code: str, param: str | None) ->
     return error
 
 
-async def test_f37_s_b9_s_b15_s_b25_s_b36_every_wrong_value_is_named_and_reaches_no_worker(
+async def test_f37_s_b9_s_b15_s_b16_s_b25_s_b26_s_b36_every_wrong_value_is_named_and_reaches_no_worker(
     router: RunningRouter, http: httpx.AsyncClient
 ) -> None:
     expected = await _golden(http)

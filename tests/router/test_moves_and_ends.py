@@ -115,21 +115,6 @@ async def test_f09_a_request_that_outlived_two_workers_is_not_given_to_a_third(s
     assert sum(len(worker.submits) for worker in workers) == 2
 
 
-async def test_s_b65_a_worker_that_refused_is_not_asked_again(start_router: StartRouter) -> None:
-    router = await start_router()
-    workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "abc"]
-    for worker in workers[:2]:
-        worker.refuse = lambda _: common_pb2.Failure(code="kv_capacity", message="full", retryable=True)
-    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
-        answer = await http.post("/v1/completions", json=BODY)
-        assert answer.status_code == 200
-        assert all(len(worker.submits) <= 1 for worker in workers)
-        workers[2].refuse = workers[0].refuse
-        refused = await http.post("/v1/completions", json=BODY)
-    assert refused.status_code == 503
-    assert refused.json()["error"]["code"] == "kv_capacity"
-
-
 async def test_f20_workers_that_stop_in_order_cost_a_request_none_of_its_attempts(start_router: StartRouter) -> None:
     router = await start_router()
     workers = [await router.add_worker(router.new_worker(f"decode-{name}")) for name in "abcdef"]
@@ -200,26 +185,6 @@ async def test_s_b64_f08_without_workers_the_router_lives_says_503_and_serves_on
         await router.add_worker(router.new_worker("decode-a"))
         assert (await http.get("/readyz")).status_code == 200
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-
-
-@pytest.mark.parametrize("fallback", ["allow", "deny"])
-async def test_rt35_no_ready_prefill_worker_is_a_counted_fallback_or_a_503(
-    fallback: str, start_router: StartRouter
-) -> None:
-    router = await start_router(prefill_fallback=fallback)
-    decode = await router.add_worker(router.new_worker("decode-a"))
-    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
-        answer = await http.post("/v1/completions", json=BODY)
-        status = (await http.get("/statusz")).json()
-        if fallback == "deny":
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers_available")
-            assert not decode.submits
-        else:
-            assert answer.status_code == 200
-            assert not decode.submits[0].prefill
-            assert decode.submits[0].allow_local_prefill
-            (taken,) = status["fallbacks"]
-            assert (taken["component"], taken["count"]) == ("prefill", 1)
 
 
 async def test_aggregated_workers_prefill_for_themselves_which_is_no_fallback(start_router: StartRouter) -> None:
@@ -324,28 +289,3 @@ async def test_more_requests_than_allowed_are_503_with_retry_after(start_router:
         gate.set()
         assert (await running).status_code == 200
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-
-
-async def test_rt27_counters_are_zero_after_every_kind_of_end(router: RunningRouter) -> None:
-    worker = router.workers[-1]
-    kinds = 0
-
-    def refuse(_: worker_pb2.SubmitRequest) -> common_pb2.Failure | None:
-        nonlocal kinds
-        kinds += 1
-        if kinds % 3 == 0:
-            return common_pb2.Failure(code="internal_error", message="broken")
-        if kinds % 3 == 1:
-            return common_pb2.Failure(code="kv_capacity", message="full", retryable=True)
-        return None
-
-    worker.refuse = refuse
-    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
-        for number in range(60):
-            request = asyncio.create_task(http.post("/v1/completions", json={**BODY, "n": 1 + number % 3}))
-            if number % 4 == 0:
-                await worker.wait_for(lambda: bool(worker.submits))
-                request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
-    await router.until(lambda: router.bookings() == [(0, 0, 0)] * 2)
-    assert router.core.service.num_running == 0

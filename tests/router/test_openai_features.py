@@ -213,40 +213,6 @@ async def test_d5_stop_string_over_several_tokens_never_shows_and_ends_the_reque
     assert router.bookings() == [(0, 0, 0)] * 2
 
 
-async def test_d8_text_is_cut_before_the_stop_and_usage_counts_its_token(
-    router: RunningRouter, http: httpx.AsyncClient
-) -> None:
-    router.workers[-1].script = says(b"wait", b"...", b"more")
-    answer = (await http.post("/v1/completions", json={**COMPLETION, "stop": "..", "max_tokens": 50})).json()
-    assert answer["choices"][0]["text"] == "wait"
-    assert answer["usage"]["completion_tokens"] == 6
-
-
-async def test_d6_ids_text_and_logprobs_agree_in_every_chunk(router: RunningRouter, http: httpx.AsyncClient) -> None:
-    router.workers[-1].script = says(b"ab x", b"y", b"q x", b"yz", b"!")
-    events = await _events(http, "/v1/completions", {**COMPLETION, "stop": ["xyz"], "logprobs": 1, "max_tokens": 50})
-    for choice in (choice for event in events for choice in event["choices"]):
-        tokens = choice["logprobs"]["tokens"] if choice["logprobs"] else []
-        assert "".join(tokens) == choice["text"]
-    assert _text(events) == "ab xyq "
-
-
-async def test_d1_half_characters_wait_for_their_other_half(router: RunningRouter, http: httpx.AsyncClient) -> None:
-    data = "ďábelské 😀!".encode()
-    router.workers[-1].script = says(*(data[i : i + 1] for i in range(len(data))))
-    events = await _events(http, "/v1/completions", {**COMPLETION, "max_tokens": 50})
-    assert _text(events) == "ďábelské 😀!"
-    assert all("\ufffd" not in choice["text"] for event in events for choice in event["choices"])
-
-
-async def test_s_b35_bytes_that_are_no_text_end_as_replacement_characters(
-    router: RunningRouter, http: httpx.AsyncClient
-) -> None:
-    router.workers[-1].script = says(b"ok\xff", b"\x80\xf0\x9f")
-    answer = (await http.post("/v1/completions", json={**COMPLETION, "max_tokens": 50})).json()
-    assert answer["choices"][0]["text"] == b"ok\xff\x80\xf0\x9f".decode("utf-8", "replace")
-
-
 async def test_a_stop_token_of_the_client_is_named_and_not_shown(
     router: RunningRouter, http: httpx.AsyncClient
 ) -> None:
@@ -304,12 +270,6 @@ async def test_timeline_comes_in_the_json_and_in_the_last_event_before_done(http
     assert events[-1]["choices"] == []
     assert events[-1]["tandem"]["timeline"]["transport"] == "shm"
     assert "tandem" not in (await http.post("/v1/completions", json=COMPLETION)).json()
-
-
-async def test_rt42_cached_tokens_are_those_the_workers_reported(http: httpx.AsyncClient) -> None:
-    answer = (await http.post("/v1/completions", json={**COMPLETION, "prompt": "x" * 40, "n": 2})).json()
-    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
-    assert answer["usage"]["prompt_tokens"] == 40
 
 
 async def test_models_tokenize_detokenize(router: RunningRouter, http: httpx.AsyncClient) -> None:

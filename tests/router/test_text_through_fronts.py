@@ -38,9 +38,7 @@ async def test_d1_half_characters_wait_for_their_other_half(router: RunningRoute
     assert all("\ufffd" not in chunk.text for chunk in reply.chunks)
 
 
-async def test_d2_incomplete_bytes_before_a_token_that_begins_with_a_space(
-    router: RunningRouter, front: Front
-) -> None:
+async def test_d2_incomplete_bytes_before_a_token_that_begins_with_a_space(router: RunningRouter, front: Front) -> None:
     router.workers[-1].script = says(b"\xe4", b"\xbd", b" the")
     assert (await ask(front, router)).text == "\ufffd the"
 
@@ -117,7 +115,7 @@ async def test_a4_routers_beside_each_other_draw_differently_where_no_seed_is_na
     start_router: StartRouter, front: Front
 ) -> None:
     """Answers to one prompt at two of them are two answers; one router draws the same again after a restart."""
-    seeds = []
+    seeds: list[set[int]] = []
     for router_id in ("router-0", "router-1", "router-0"):
         router = await start_router(router_id=router_id)
         worker = await router.add_worker(router.new_worker(f"both-{len(seeds)}", "aggregated"))
