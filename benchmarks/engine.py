@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.native_floors import Floors, measure_floors
+from benchmarks.option_types import counts, counts_or_none, instruction_set
 from cluster.model_files import DEFAULT_MODEL, resolve_model
 from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
@@ -205,20 +206,18 @@ def print_table(figures: Sequence[Figure], floors: Floors) -> None:
         )
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The CPU engine's decode and prefill against the machine's floors.")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "file"), default="none")
     parser.add_argument("--weight-compression", choices=("auto", "off"), default="auto", help="of bfloat16 weights")
-    parser.add_argument("--isa", default="", help="instruction set of the kernels; empty: the best")
-    parser.add_argument("--batches", type=numbers, default=[1, 4, 8, 16, 32])
-    parser.add_argument("--contexts", type=numbers, default=[128, 2048])
-    parser.add_argument("--prompts", type=numbers, default=[512, 2048], help="lengths of the prefilled prompts")
+    parser.add_argument(
+        "--isa", type=instruction_set, default="", help="instruction set of the kernels; empty: the best"
+    )
+    parser.add_argument("--batches", type=counts, default=[1, 4, 8, 16, 32])
+    parser.add_argument("--contexts", type=counts, default=[128, 2048])
+    parser.add_argument("--prompts", type=counts_or_none, default=[512, 2048], help="lengths of the prefilled prompts")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser.parse_args(arguments)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.native_floors import Floors, measure_floors
+from benchmarks.option_types import counts, instruction_set, names_of
 from engine import native_sampler, sampler
 from engine.kernels.native import NativeMatrix
 from engine.native_library import NumberFormat
@@ -35,6 +36,14 @@ SHAPES = {
     "gate and up": (3072, 576),
     "down": (576, 1536),
     "head": (49152, 576),
+}
+# What floats can be kept as, and whose rate is the floor of its products.
+PRODUCT_KINDS = {
+    "F32": NumberFormat.F32,
+    "BF16": NumberFormat.BF16,
+    "BF16_COMPRESSED": NumberFormat.BF16,
+    "Q4_1": NumberFormat.Q8_0,
+    "Q8_0": NumberFormat.Q8_0,
 }
 COLD_BYTES = 96 * 2**20  # of copies: more than the last cache of a core's share
 MAX_COPIES = 128
@@ -68,7 +77,7 @@ def time_matrix(
     ours = [first, *(NativeMatrix(weights, inputs, NumberFormat.F32, kind, isa=isa) for _ in range(copies - 1))]
     dtype = torch.float32 if kind == NumberFormat.F32 else torch.bfloat16
     theirs = [torch.from_numpy(weights).to(dtype, copy=True) for _ in range(copies)]
-    product_kind = kind if kind in (NumberFormat.F32, NumberFormat.BF16) else NumberFormat.Q8_0
+    product_kind = PRODUCT_KINDS[kind.name]
     for rows in row_counts:
         x = np.random.default_rng(rows).standard_normal((rows, inputs)).astype(np.float32)
         tensor = torch.from_numpy(x).to(dtype)
@@ -120,17 +129,17 @@ def median_us(work: Callable[[], object], repeats: int) -> float:
 
 def print_timings(timings: Iterator[Timing]) -> None:
     heads = f"{'ours us':>9} {'torch us':>9} {'faster':>7} {'floor us':>9} {'of floor':>8}"
-    print(f"{'operation':18} {'kind':>5} {'rows':>4} {heads}")
+    print(f"{'operation':18} {'kind':>15} {'rows':>4} {heads}")
     for row in timings:
         share = f"{row.floor_us / row.ours_us:8.0%}" if row.floor_us else f"{'':8}"
         print(
-            f"{row.operation:18} {row.kind:>5} {row.rows:4d} {row.ours_us:9.0f} {row.reference_us:9.0f} "
+            f"{row.operation:18} {row.kind:>15} {row.rows:4d} {row.ours_us:9.0f} {row.reference_us:9.0f} "
             f"{row.times_faster:6.1f}x {row.floor_us:9.0f} {share}"
         )
 
 
 def all_timings(options: argparse.Namespace, floors: Floors) -> Iterator[Timing]:
-    for kind in options.formats:
+    for kind in map(NumberFormat.__getitem__, options.formats):
         for name in SHAPES:
             yield from time_matrix(name, kind, options.rows, floors, options.isa, options.repeats)
     for spread in (3.0, 10.0):
@@ -139,16 +148,16 @@ def all_timings(options: argparse.Namespace, floors: Floors) -> Iterator[Timing]
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The CPU engine's operations against torch and the machine's floors.")
-    parser.add_argument(
-        "--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 4, 16, 64, 512]
-    )
+    parser.add_argument("--rows", type=counts, default=[1, 4, 16, 64, 512])
     parser.add_argument(
         "--formats",
-        type=lambda text: [NumberFormat[part] for part in text.split(",")],
-        default=[NumberFormat.BF16, NumberFormat.Q8_0, NumberFormat.Q4_1, NumberFormat.F32],
-        help="of F32, BF16, Q4_1, Q8_0",
+        type=names_of(tuple(PRODUCT_KINDS)),
+        default=["BF16", "Q8_0", "Q4_1", "F32"],
+        help=f"of {', '.join(PRODUCT_KINDS)}",
     )
-    parser.add_argument("--isa", default="", help="instruction set of our kernels; empty: the best")
+    parser.add_argument(
+        "--isa", type=instruction_set, default="", help="instruction set of our kernels; empty: the best"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     return parser.parse_args(arguments)
 

@@ -27,9 +27,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.option_types import names_of
 from cluster.identity import RequestId
 from cluster.model_files import DEFAULT_MODEL, resolve_model
-from cluster.sampling_params import SamplingParams
+from cluster.sampling_params import SPECULATION_MODES, SamplingParams
 from cluster.tokenizer import load_tokenizer
 from cluster.worker_settings import WorkerSettings
 from decode_worker.speculation.opening import open_speculator
@@ -42,6 +43,7 @@ from engine.model_executor import ModelExecutor
 from engine.request import EngineLimits, EngineRequest, FinishReason, SequenceOutput
 from engine.runner_factory import BuiltRunner, build_runner
 
+DRAFTERS = tuple(mode for mode in SPECULATION_MODES if mode != OFF)
 OWN_PROMPTS_SEED = 987_654_321
 SAMPLING_SEED = 5
 LONG_LIST = 105  # instructions before the question: about 1,500 tokens
@@ -249,7 +251,7 @@ def print_table(rows: Sequence[DrafterFigures]) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Drafters against no speculation, side by side.")
-    parser.add_argument("--drafters", type=lambda text: text.split(","), default=["auto", "eagle"])
+    parser.add_argument("--drafters", type=names_of(DRAFTERS), default=["auto", "eagle"])
     parser.add_argument("--prompts", default="", help="JSON lines with `turns`; empty: our own")
     parser.add_argument("--task", choices=tuple(OWN_TASKS), default="own", help="which of our own prompts")
     parser.add_argument("--num-prompts", type=int, default=16)
