@@ -5,7 +5,8 @@ Each fault finds the cluster whole again. `tests/integration/test_endurance.py` 
     faults   SIGKILL, SIGTERM or two seconds of SIGSTOP for a worker; the same for Redis, but no SIGTERM
     answers  each must come whole: all its tokens, a finish reason, the end of the stream
     ledger   every worker accounts for all its blocks when the traffic is over
-    growth   memory and descriptors of supervisor and router, which live through all of it, as slopes over the run
+    growth   memory and descriptors of supervisor and router, which live through all of it, as slopes over the run;
+             a few thousand short requests come first, so that what may grow to a bound has done so
 
 The router is not killed: its streams are cut by design (`tests/integration/test_mock_chaos.py` has that). Mock workers.
 Ends with status 1 for an answer that is not whole, a block that is not accounted for, descriptors that grow, or, in
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -25,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,8 +43,13 @@ POOLS = {"decode": 2, "prefill": 2}
 PAUSE_S = (10.0, 30.0)
 STOP_S = 2.0
 SAMPLE_S = 2.0
-# Allocators, caches and thread pools fill up first.
+# Allocators and thread pools settle first.
 WARM_UP_SHARE = 0.25
+# More than the router remembers of anything (4,096 prefixes that were asked for): at the run's own rate of three
+# requests a second its tables would fill for most of an hour and look like a leak.
+NUM_FILLING_REQUESTS = 6_000
+FILLING_TOKENS = 2
+SAY_EVERY_S = 60.0
 MAX_GROWTH_BYTES_PER_H = 2**20
 MIN_HOURS_FOR_GROWTH = 1.0
 SETTLE_TIMEOUT_S = 60.0
@@ -84,6 +92,17 @@ class Soak:
     faults: Counter[str] = field(default_factory=Counter)
     samples: dict[str, Samples] = field(default_factory=lambda: {"supervisor": Samples(), "router": Samples()})
 
+    async def fill(self, model: str) -> None:
+        """Short requests, each with a prompt of its own, until the router's tables are full."""
+        remaining = iter(range(NUM_FILLING_REQUESTS))
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(NUM_STREAMS):
+                tasks.create_task(self._fill(model, remaining))
+
+    async def _fill(self, model: str, remaining: Iterator[int]) -> None:
+        for number in remaining:
+            self.outcomes[await self._ask(model, _prompt(NUM_STREAMS, number), FILLING_TOKENS)] += 1
+
     async def run(self, model: str) -> None:
         async with asyncio.TaskGroup() as tasks:
             for stream in range(NUM_STREAMS):
@@ -100,9 +119,7 @@ class Soak:
         number, chance = 0, random.Random(f"{self.seed} {stream}")
         while not self.is_over:
             number += 1
-            start = 7919 * stream + 104_729 * number
-            prompt = [token % VOCABULARY + 1 for token in (*range(200), *range(start, start + 200))]
-            self.outcomes[await self._ask(model, prompt, chance.randint(1, 200))] += 1
+            self.outcomes[await self._ask(model, _prompt(stream, number), chance.randint(1, 200))] += 1
 
     async def _ask(self, model: str, prompt: list[int], num_tokens: int) -> str:
         """`whole`, or what was wrong."""
@@ -199,8 +216,14 @@ async def _judged(url: str, minutes: float, seed: int) -> int:
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=ANSWER_TIMEOUT_S) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         supervisor = _children(psutil.Process(), ("serve",))[0][1]
-        soak = Soak(client, supervisor, seed, time.monotonic() + minutes * 60)
+        soak = Soak(client, supervisor, seed, math.inf)
+        sys.stdout.write(f"{NUM_FILLING_REQUESTS} short requests first\n")
+        sys.stdout.flush()
+        await soak.fill(model)
+        soak.ends_s = time.monotonic() + minutes * 60
+        saying = asyncio.create_task(_say_for_ever(soak, minutes))
         await soak.run(model)
+        saying.cancel()
         lost = await soak.lost_blocks()
     sys.stdout.write(f"seed {seed}, {minutes:g} minutes, faults: {dict(soak.faults)}\n")
     sys.stdout.write(f"answers: {dict(soak.outcomes)}\nblocks not accounted for: {lost}\n")
@@ -215,6 +238,26 @@ async def _judged(url: str, minutes: float, seed: int) -> int:
         is_growing |= minutes >= 60 * MIN_HOURS_FOR_GROWTH and rss > MAX_GROWTH_BYTES_PER_H
     is_whole = set(soak.outcomes) == {"whole"}
     return 0 if is_whole and not lost and not is_growing else 1
+
+
+async def _say_for_ever(soak: Soak, minutes: float) -> None:
+    """A line a minute."""
+    started_s = time.monotonic()
+    while True:
+        await asyncio.sleep(SAY_EVERY_S)
+        wrong = soak.outcomes.total() - soak.outcomes["whole"]
+        sys.stdout.write(
+            f"{(time.monotonic() - started_s) / 60:.0f} of {minutes:g} minutes: {soak.faults.total()} faults, "
+            f"{soak.outcomes.total()} answers, {wrong} not whole, "
+            f"router {soak.samples['router'].rss_bytes[-1] / 2**20:.1f} MiB\n"
+        )
+        sys.stdout.flush()
+
+
+def _prompt(stream: int, number: int) -> list[int]:
+    """200 tokens that all requests share and 200 of its own."""
+    start = 7919 * stream + 104_729 * number
+    return [token % VOCABULARY + 1 for token in (*range(200), *range(start, start + 200))]
 
 
 def _children(parent: psutil.Process, words: tuple[str, ...]) -> list[tuple[str, psutil.Process]]:
