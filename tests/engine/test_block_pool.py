@@ -198,7 +198,7 @@ def constant_chain() -> PrefixChain:
     return PrefixChain(ConstantHashes(HashScope(SCOPE_KEY, "model", BLOCK)))
 
 
-def test_k5_a_colliding_hash_never_gives_foreign_kv() -> None:
+def test_f42_k5_a_colliding_hash_never_gives_foreign_kv() -> None:
     pool = make_pool(32)
     first, second = prompt(12), prompt(12, seed=1)
     for token_ids in (first, second):
