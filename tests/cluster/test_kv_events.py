@@ -9,10 +9,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from tandem.v1 import common_pb2, membership_pb2
 
 from cluster import kv_events
+from cluster.block_hash import HashScope, hash_blocks
+from cluster.embedded_redis import USER
 from cluster.identity import BlockHash, WorkerId, new_incarnation
 from cluster.kv_events import KvEventPublisher, KvEventReader
 from cluster.redis_client import Answer, RedisClient
@@ -216,6 +221,28 @@ async def test_f13_hung_redis_keeps_nobody_waiting(redis_server: RedisServer) ->
         finally:
             redis_server.resume()
         await until(lambda: len(index.held) == 1000)
+
+
+async def test_s_b43_events_hold_hashes_and_no_tokens_and_are_read_with_the_password_alone(
+    redis_server: RedisServer,
+) -> None:
+    tokens = list(range(16_000, 16_064))
+    hashes = hash_blocks(np.array(tokens, dtype=np.int32), HashScope(b"secret scope", "model", 16))
+    async with publishing(redis_server) as publisher, reading(redis_server) as (_, index):
+        await until(lambda: index.snapshots == 1)
+        publisher.stored(None, hashes)
+        await until(lambda: index.held >= set(hashes))
+        stream = kv_events.STREAM_PREFIX + A.encode()
+        written = repr(await redis_server.client().run(lambda redis: redis.xrange(stream)))
+        assert repr(hashes[0])[2:-1] in written
+        assert not any(repr(token.to_bytes(size, "little"))[2:-1] in written for token in tokens for size in (4, 8))
+        url = f"unix://{redis_server.embedded.socket}"
+        for user, password in ((None, None), ("default", "guess"), (USER, "guess")):
+            async with Redis.from_url(url, username=user, password=password) as stranger:
+                with pytest.raises((RedisError, OSError)):
+                    await stranger.xread({stream: "0"})
+    allowed = {"worker_id", "incarnation", "seq", "op", "block_hashes", "parent_hash", "has_tiers"}
+    assert set(membership_pb2.KvEvent.DESCRIPTOR.fields_by_name) == allowed
 
 
 async def test_s_b43_stream_is_bounded_and_expires(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
