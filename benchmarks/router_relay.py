@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +49,27 @@ from router.limits import ServingLimits
 from router.router_core import build_core
 
 SECURITY = RpcSecurity("benchmark")
-IDENTITY = common_pb2.WorkerIdentity(worker_id="steps", incarnation="one", role=common_pb2.WORKER_ROLE_AGGREGATED)
 LETTER = 97
 MODEL = "relay"
 IN_FLIGHT = 64
+BLOCK_TOKENS = 16
+# A step source computes nothing: on a busy machine too nobody waits for room or is refused for a predicted wait.
+NO_TIME = (0.001, 0.0, 0.0)
 
 
 class StepSource(worker_pb2_grpc.DecodeWorkerServicer):
     """One token a step for every live request."""
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, identity: common_pb2.WorkerIdentity, step_s: float) -> None:
+        self._identity = identity
         self._step_s = step_s
+        self._known: set[int] = set()  # prefixes of whole blocks: who says otherwise than expected is asked why
 
     async def Session(self, messages: AsyncIterator[worker_pb2.RouterMessage], context: Any) -> None:  # type: ignore[override]
         await anext(messages)
-        hello = worker_pb2.DecodeHello(identity=IDENTITY, protocol_version=1)
+        hello = worker_pb2.DecodeHello(identity=self._identity, protocol_version=1)
         await context.write(worker_pb2.DecodeMessage(hello=hello))
-        live: dict[str, list[int]] = {}
+        live: dict[str, _Live] = {}
         arrived = asyncio.Event()
         reader = asyncio.create_task(self._read(messages, live, arrived))
         try:
@@ -78,36 +83,81 @@ class StepSource(worker_pb2_grpc.DecodeWorkerServicer):
             await end_tasks(reader)
 
     async def _read(
-        self, messages: AsyncIterator[worker_pb2.RouterMessage], live: dict[str, list[int]], arrived: asyncio.Event
+        self, messages: AsyncIterator[worker_pb2.RouterMessage], live: dict[str, _Live], arrived: asyncio.Event
     ) -> None:
         async for message in messages:
             if message.WhichOneof("message") == "submit":
-                live[message.submit.request_id] = [0, message.submit.sampling.max_tokens, message.submit.fence]
+                submit = message.submit
+                live[submit.request_id] = _Live(submit, self._cached_tokens(submit.token_ids))
                 arrived.set()
             else:
                 live.pop(message.cancel.request_id, None)
 
+    def _cached_tokens(self, token_ids: Sequence[int]) -> int:
+        prefixes = {end: hash(tuple(token_ids[:end])) for end in range(BLOCK_TOKENS, len(token_ids), BLOCK_TOKENS)}
+        cached = max((end for end, prefix in prefixes.items() if prefix in self._known), default=0)
+        self._known.update(prefixes.values())
+        return cached
 
-def _step(live: dict[str, list[int]]) -> worker_pb2.StepTokens:
+
+class StepStatus(worker_pb2_grpc.WorkerAdminServicer):
+    """Says that it is there to a router that has heard nothing for long, as on a busy machine."""
+
+    async def GetStatus(self, request: Any, context: Any) -> worker_pb2.WorkerStatus:
+        return worker_pb2.WorkerStatus()
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that is being answered."""
+
+    submit: worker_pb2.SubmitRequest
+    cached_tokens: int
+    num_tokens: int = 0
+
+
+def _step(live: dict[str, _Live]) -> worker_pb2.StepTokens:
     step = worker_pb2.StepTokens(token_counts=[1] * len(live), token_ids=[LETTER] * len(live))
-    for request_id, progress in list(live.items()):
+    for request_id, request in list(live.items()):
         step.request_ids.append(request_id)
-        progress[0] += 1
-        is_last = progress[0] >= progress[1]
-        if progress[0] == 1 or is_last:
-            reason = common_pb2.FINISH_REASON_LENGTH if is_last else common_pb2.FINISH_REASON_UNSPECIFIED
-            step.events.add(request_id=request_id, fence=progress[2], finish_reason=reason)
+        request.num_tokens += 1
+        is_last = request.num_tokens >= request.submit.sampling.max_tokens
+        if request.num_tokens == 1 or is_last:
+            step.events.add(
+                request_id=request_id,
+                fence=request.submit.fence,
+                finish_reason=common_pb2.FINISH_REASON_LENGTH if is_last else common_pb2.FINISH_REASON_UNSPECIFIED,
+                prompt_tokens=len(request.submit.token_ids),
+                cached_tokens=request.cached_tokens,
+            )
         if is_last:
             del live[request_id]
     return step
 
 
-async def serve_steps(address: str, step_s: float) -> None:
-    server = build_server(SECURITY)
-    worker_pb2_grpc.add_DecodeWorkerServicer_to_server(StepSource(step_s), server)
-    bind(server, address, SECURITY)
-    await server.start()
-    await server.wait_for_termination()
+def identities(count: int) -> list[common_pb2.WorkerIdentity]:
+    """Of the workers that the step source plays; each has an address of its own: `address_of`."""
+    role = common_pb2.WORKER_ROLE_AGGREGATED
+    return [common_pb2.WorkerIdentity(worker_id=f"steps-{n}", incarnation=f"one-{n}", role=role) for n in range(count)]
+
+
+def address_of(worker: common_pb2.WorkerIdentity, address: str) -> str:
+    return f"{address}-{worker.worker_id}"
+
+
+async def serve_steps(address: str, step_s: float, num_workers: int) -> None:
+    servers = []  # one that nobody refers to ends
+    for worker in identities(num_workers):
+        server = build_server(SECURITY)
+        servers.append(server)
+        worker_pb2_grpc.add_DecodeWorkerServicer_to_server(StepSource(worker, step_s), server)
+        worker_pb2_grpc.add_WorkerAdminServicer_to_server(
+            StepStatus(),  # type: ignore[abstract]  # routers ask it nothing else
+            server,
+        )
+        bind(server, address_of(worker, address), SECURITY)
+        await server.start()
+    await asyncio.Event().wait()
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -118,19 +168,25 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, Vocabulary(table, frozenset(), frozenset(), {}, None, False, None, 8192))
 
 
-async def serve_router(address: str, port: int, *, reads_words: bool) -> None:
-    """Its only worker is the step source; `reads_words`: with the default model's tokenizer and template."""
+async def serve_router(address: str, port: int, num_workers: int, *, reads_words: bool) -> None:
+    """Its workers are the step source; `reads_words`: with the default model's tokenizer and template."""
     tokenizer = load_tokenizer(resolve_model(DEFAULT_MODEL)) if reads_words else byte_tokenizer()
     source = tokenizer.vocabulary.chat_template
     template = None if source is None else ChatTemplate(source, tokenizer.vocabulary.special_tokens)
-    settings = RouterSettings(model="", runtime_dir=Path(), max_concurrent_requests=4096)
+    settings = RouterSettings(
+        model="", runtime_dir=Path(), max_concurrent_requests=4096, ttft_slo_ms=0, prefill_prior_ms=NO_TIME
+    )
     limits = ServingLimits(MODEL, tokenizer.vocab_size, 8192)
     core = build_core(settings, tokenizer, template, limits, SECURITY, None)
-    layout = handoff_pb2.KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_tokens=16)
-    record = membership_pb2.WorkerRecord(identity=IDENTITY, control_address=address, ready=True, layout=layout)
-    core.registry.on_membership_change(MembershipChange(ChangeKind.JOINED, record))
+    layout = handoff_pb2.KvLayout(num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32", block_tokens=BLOCK_TOKENS)
+    for worker in identities(num_workers):
+        record = membership_pb2.WorkerRecord(
+            identity=worker, control_address=address_of(worker, address), ready=True, layout=layout
+        )
+        core.registry.on_membership_change(MembershipChange(ChangeKind.JOINED, record))
     HttpServer(core.http_app, bind_socket("127.0.0.1", port, "--port"), 1.0).start()
     settle_objects()
+    core.encoder.learn_words()
     await asyncio.Event().wait()
 
 
@@ -234,14 +290,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--words", type=int, default=0, help="of a request that is answered with one token")
     parser.add_argument("--requests", type=int, default=4000, help="with --words")
+    parser.add_argument("--workers", type=int, default=8, help="that the step source plays, each with its own link")
     arguments = parser.parse_args()
     if arguments.role == "steps":
-        asyncio.run(serve_steps(arguments.address, arguments.step_ms / 1000))
+        asyncio.run(serve_steps(arguments.address, arguments.step_ms / 1000, arguments.workers))
     elif arguments.role == "router":
         import uvloop
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve_router(arguments.address, arguments.port, reads_words=arguments.words > 0))
+            runner.run(
+                serve_router(arguments.address, arguments.port, arguments.workers, reads_words=arguments.words > 0)
+            )
     else:
         with tempfile.TemporaryDirectory(prefix="tdm-") as directory:
             _measure_with_children(arguments, f"unix:{directory}/steps")
@@ -250,7 +309,7 @@ def main() -> None:
 def _measure_with_children(arguments: argparse.Namespace, address: str) -> None:
     command = [sys.executable, "-m", "benchmarks.router_relay"]
     flags = [f"--address={address}", f"--port={arguments.port}", f"--step-ms={arguments.step_ms}"]
-    flags.append(f"--words={arguments.words}")
+    flags += [f"--words={arguments.words}", f"--workers={arguments.workers}"]
     children = [subprocess.Popen([*command, role, *flags], env=dict(os.environ)) for role in ("steps", "router")]
     try:
         router_pid = children[1].pid

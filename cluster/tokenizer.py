@@ -8,11 +8,13 @@ The ids equal those of `transformers` (tests compare them). It knows nothing of 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as TokenizerBackend
 
+from cluster.ascii_words import ascii_word_pattern
 from cluster.errors import StartupError
 from cluster.tokenizer_directory import read_directory_tokenizer
 from cluster.tokenizer_gguf import read_gguf_tokenizer
@@ -65,6 +67,14 @@ class Tokenizer:
             for token in self._backend.get_added_tokens_decoder().values()
         )
         return special if is_plain else {}
+
+    def added_tokens(self) -> frozenset[str]:
+        """Texts that are found whole before anything else is looked at: special ones and others."""
+        return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values())
+
+    def ascii_word_pattern(self) -> re.Pattern[str] | None:
+        """What cuts ASCII text without added tokens into the words that are tokenised each by itself; None: unknown."""
+        return ascii_word_pattern(self._backend)
 
     def token_text(self, token_id: int) -> str:
         """One token as readable text; half a character shows as U+FFFD."""

@@ -9,18 +9,16 @@ waits as well as while it reads.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.ended_tasks import end_tasks
 from cluster.errors import InvalidRequest, RequestCancelled, TandemError, shown
 from cluster.identity import Tenant
 from router.answer import Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
-from router.asgi_types import Receive, Scope, Send, header, send_response
+from router.asgi_types import ClientLink, Receive, Scope, Send, client_link, header, send_response
 from router.field_rules import Integer
 from router.generation_service import GenerationService
 from router.http_body import read_json_bytes
@@ -71,10 +69,11 @@ class GenerationEndpoint:
             body = await self._service.encoder.parse(await read_json_bytes(scope, receive, self._max_body_bytes))
             request = self._shape.parse(body, _around(scope))
             tenant: Tenant = scope["state"]["tenant"]
-            async with self._service.answering(request, tenant) as answer, _watching(answer, receive):
-                response.request_id = answer.request_id
-                response.writer = writer = self._shape.writer(body, request, answer)
-                await _write(request, answer, writer, response)
+            async with self._service.answering(request, tenant) as answer:
+                with _watching(answer, client_link(scope)):
+                    response.request_id = answer.request_id
+                    response.writer = writer = self._shape.writer(body, request, answer)
+                    await _write(request, answer, writer, response)
         except RequestCancelled:
             return
         except Exception as error:
@@ -134,20 +133,19 @@ class _Response:
         return headers
 
 
-@contextlib.asynccontextmanager
-async def _watching(answer: Answer, receive: Receive) -> AsyncIterator[None]:
-    """While inside, a client that hangs up ends the answer, and its workers hear of it at once."""
+@contextlib.contextmanager
+def _watching(answer: Answer, link: ClientLink) -> Iterator[None]:
+    """While inside, a client that hangs up ends the answer, and its workers hear of it at once.
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    The connection tells by a call: a task that waits for it would be made and ended for each request.
+    """
+    if link.is_lost:
         answer.client_left()
-
-    watcher = asyncio.create_task(watch(), name=f"client of {answer.request_id}")
+    link.on_lost = answer.client_left
     try:
         yield
     finally:
-        await end_tasks(watcher)
+        link.on_lost = None
 
 
 def _client_request_id(scope: Scope) -> str:

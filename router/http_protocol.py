@@ -18,6 +18,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.errors import ClientError, InvalidRequest, RequestTooLarge, TandemError
+from router.asgi_types import ClientLink
 from router.http_errors import error_body
 from router.response_transport import ResponseTransport
 
@@ -49,7 +50,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._deadline: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._deadline_s: float | None = None  # on the loop's clock
+        self._awaited = ("headers", 0.0)  # by then, and how long it may take
+        self._client = ClientLink()
         self._reader_deadline: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
         self._is_in_headers = True
@@ -64,14 +68,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._watch_reader(False)
         super().connection_lost(exc)
+        self._client.lose()
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None or self.parser is None:
             return
         if self._is_in_headers:
-            if self._deadline is None:
+            if self._deadline_s is None:
                 self._arm(self.times.headers_s, "headers")
             self._num_header_bytes += len(data)
         super().data_received(data)
@@ -105,6 +113,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_alone = self.cycle is None or self.cycle.response_complete  # nothing else is being answered here
         if is_alone and not self.expect_100_continue:
             self._responses.hold_next()
+        self.scope["state"]["client_link"] = self._client
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -128,16 +137,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     # --- deadlines ----------------------------------------------------------------------------------------------------
 
     def _arm(self, timeout_s: float, what: str) -> None:
-        self._disarm()
-        self._deadline = self.loop.call_later(timeout_s, self._too_slow, what, timeout_s)
+        """One timer serves a connection's deadlines in turn: most requests are there before theirs is looked at."""
+        now_s = self.loop.time()
+        self._deadline_s = now_s + timeout_s
+        self._awaited = (what, timeout_s)
+        if self._timer is not None and self._timer.when() > self._deadline_s:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None:
+            self._timer = self.loop.call_at(self._deadline_s, self._look_at_deadline)
 
     def _disarm(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._deadline_s = None
+
+    def _look_at_deadline(self) -> None:
+        self._timer = None
+        if self._deadline_s is None:
+            return
+        if self.loop.time() < self._deadline_s:
+            self._timer = self.loop.call_at(self._deadline_s, self._look_at_deadline)
+            return
+        self._deadline_s = None
+        self._too_slow(*self._awaited)
 
     def _too_slow(self, what: str, timeout_s: float) -> None:
-        self._deadline = None
         if what == "headers" and self._num_header_bytes == 0:
             self.transport.close()  # it never said anything
             return

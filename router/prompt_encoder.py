@@ -6,8 +6,9 @@ A long prompt takes tens of milliseconds; other streams must not wait for it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from cluster.block_hash import HashScope
@@ -15,6 +16,7 @@ from cluster.chat_template import ChatTemplate
 from cluster.errors import InvalidRequest
 from cluster.identity import BlockHash
 from cluster.tokenizer import Tokenizer
+from cluster.word_table import WordTable, build_word_table
 from router.api_types import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.cache_view import prompt_hashes
 from router.field_rules import unsupported_parameter
@@ -25,10 +27,14 @@ from router.tool_format import messages_as_text
 
 # About 0.3 ms of work: less than handing it to a thread and back costs when the loop is busy.
 MAX_INLINE_CHARS = 1_000
+# As much work where words are looked up.
+MAX_LOOKED_UP_CHARS = 4_000
 NUM_THREADS = 2
 # Reading JSON is that much faster than tokenising, and so is filling in a chat template.
 JSON_BYTES_PER_CHAR = 64
 WRITTEN_PER_CHAR = 16
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -40,8 +46,20 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._template = template
         self._known = KnownSegments(tokenizer)
+        self._words: WordTable | None = None
         # Its queue is bounded by the number of requests that the router admits.
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompt-encoder")
+
+    def learn_words(self) -> Future[None]:
+        """Begins to make the table of the vocabulary's words on a thread; until it is there texts go without."""
+
+        def learn() -> None:
+            try:
+                self._words = build_word_table(self._tokenizer)
+            except Exception:
+                _log.exception("no table of the vocabulary's words: texts are tokenised whole")
+
+        return self._threads.submit(learn)
 
     async def encode(self, prompt: Prompt, owner: bytes) -> list[int]:
         """The prompt's token ids; what the owner's earlier conversations share with it is not tokenised again.
@@ -84,8 +102,23 @@ class PromptEncoder:
         segments = self._known.split(text, owner)
         if not (missing := segments.missing):
             return self._known.join(segments, ())
-        encoded = await self._run(lambda: self._tokenizer.encode_each(missing), num_chars=segments.num_missing_chars)
+        encoded = self._looked_up(missing, segments.num_missing_chars)
+        if encoded is None:
+            encoded = await self._run(
+                lambda: self._tokenizer.encode_each(missing), num_chars=segments.num_missing_chars
+            )
         return self._known.join(segments, encoded)
+
+    def _looked_up(self, texts: Sequence[str], num_chars: int) -> list[list[int]] | None:
+        """The ids of short texts of common words, here and now; None: not all are."""
+        if self._words is None or num_chars > MAX_LOOKED_UP_CHARS:
+            return None
+        encoded = []
+        for text in texts:
+            if (ids := self._words.encode(text)) is None:
+                return None
+            encoded.append(ids)
+        return encoded
 
     def _written(self, prompt: ChatPrompt) -> str:
         """The conversation as the model's template writes it."""

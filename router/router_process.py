@@ -95,6 +95,7 @@ class RouterProcess:
                 reporter = asyncio.create_task(self._report_readiness(grpc_front), name="grpc-health")
                 stack.callback(reporter.cancel)
             settle_objects()
+            self._core.encoder.learn_words()
             _log.info("router listens", extra={"address": f"{settings.http_host}:{settings.http_port}"})
             await signals.drain.wait()
             await self._drain(grpc_front, signals)

@@ -79,6 +79,7 @@ class WorkerSession:
         self._outbox_filled = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._heard_s = 0.0  # when the worker last said something
+        self._writing_since_s: float | None = None
         self._gave_up: asyncio.Future[str] | None = None  # why this stream is of no use any more
         # No new stream after this one: the worker has left the membership.
         self.is_retired = False
@@ -179,11 +180,14 @@ class WorkerSession:
             self._on_message(message)
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
-        """Over the stream's own connection: what parts one parts the other."""
+        """Asks who is silent, over the stream's own connection: what parts one parts the other. Looks after writes."""
         admin: Any = worker_pb2_grpc.WorkerAdminStub(channel)
         self._heard_s = self._clock()
         while True:
             await asyncio.sleep(SILENCE_S / 2)
+            if self._writing_since_s is not None and self._clock() - self._writing_since_s >= WRITE_TIMEOUT_S:
+                self._give_up("it takes no requests")
+                return
             if not self._live:
                 self._heard_s = self._clock()
             elif self._clock() - self._heard_s >= SILENCE_S:
@@ -200,16 +204,15 @@ class WorkerSession:
             self._gave_up.set_result(reason)
 
     async def _write(self, call: Any) -> None:
-        """The outbox in order. A write that gets stuck ends the stream."""
+        """The outbox in order. A write that gets stuck ends the stream: `_watch` sees it, without a timer for each."""
         try:
             while True:
                 while self._outbox:
-                    async with asyncio.timeout(WRITE_TIMEOUT_S):
-                        await call.write(self._outbox.popleft())
+                    self._writing_since_s = self._clock()
+                    await call.write(self._outbox.popleft())
+                self._writing_since_s = None
                 self._outbox_filled.clear()
                 await self._outbox_filled.wait()
-        except TimeoutError:
-            self._give_up("it takes no requests")
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             self._give_up("the stream broke")
 
@@ -224,6 +227,7 @@ class WorkerSession:
 
     def _connected(self) -> None:
         self._outbox.clear()
+        self._writing_since_s = None
         self.worker.is_connected = True
         _log.info("worker connected", extra={"peer": self.worker.worker_id})
         self._on_link_change()

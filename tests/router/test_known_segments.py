@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as TokenizerBackend
 
+from cluster.chat_template import ChatTemplate
 from cluster.tokenizer import Tokenizer, load_tokenizer
 from router.api_types import ChatPrompt
 from router.known_segments import CHARS_OF_A_SEGMENT, KnownSegments
@@ -127,3 +129,19 @@ async def test_a_conversation_that_goes_on_has_the_ids_it_would_have_anyhow() ->
             token_ids = await encoder.encode(ChatPrompt(tuple(messages), ()), owner)
             assert token_ids == tokenizer.encode(template.render(messages), add_special_tokens=False)
     encoder.close()
+
+
+@pytest.mark.model
+async def test_a_prompt_has_the_same_ids_when_its_words_are_looked_up(default_model_path: Path) -> None:
+    tokenizer = load_tokenizer(default_model_path)
+    source = tokenizer.vocabulary.chat_template
+    assert source is not None
+    template = ChatTemplate(source, tokenizer.vocabulary.special_tokens)
+    plain, learned = PromptEncoder(tokenizer, template), PromptEncoder(tokenizer, template)
+    await asyncio.wrap_future(learned.learn_words())
+    assert learned._words is not None
+    for content in ("The quick brown fox doesn't jump 12 times.  It sleeps.", "die Größe", "word " * 1_000, ""):
+        prompt = ChatPrompt(({"role": "user", "content": content},))
+        assert await learned.encode(prompt, b"a") == await plain.encode(prompt, b"a")
+    plain.close()
+    learned.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tandem.v1 import worker_pb2
 
+from cluster.ended_tasks import end_tasks
 from cluster.errors import TandemError, WorkerUnavailable
 from router import worker_session
 from router.worker_session import WorkerSession
@@ -159,5 +160,33 @@ async def test_f06_a_worker_that_owes_tokens_and_does_not_answer_is_given_up_and
     scripted.answers_status.set()
     await scripted.wait_for(lambda: scripted.num_sessions == 2)  # it is asked again by itself
     gate.set()
+    await session.stop()
+    await scripted.stop()
+
+
+async def test_a_write_that_gets_stuck_ends_the_stream(
+    scripted: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_session, "WRITE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(worker_session, "SILENCE_S", 0.02)
+    await scripted.start()
+    session, _, changed = _session(scripted)
+    await _connected(session, changed)
+
+    class StuckCall:
+        async def write(self, message: worker_pb2.RouterMessage) -> None:
+            await asyncio.Event().wait()
+
+    sequence = HeardSequence()
+    never = asyncio.Event()
+    scripted.pace = lambda *_: never.wait()
+    session.submit(sequence, worker_pb2.SubmitRequest(request_id="a-0", token_ids=[1]))
+    await scripted.wait_for(lambda: bool(scripted.submits))  # from here on the session's own writer has nothing to do
+    session._outbox.append(worker_pb2.RouterMessage())
+    writer = asyncio.create_task(session._write(StuckCall()))
+    async with asyncio.timeout(60):
+        await sequence.changed.wait()
+    assert "it takes no requests" in sequence.failures[0].message
+    await end_tasks(writer)
     await session.stop()
     await scripted.stop()
