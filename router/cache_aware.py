@@ -3,6 +3,8 @@
     prefill  S_p = queue + 1.6 t_p(L - m, m) + 0.25 evicted + spread + restore
              m: tokens of the prompt believed cached there, with those that it can restore from a lower tier faster than
              compute them
+             spread: of a cold prompt, half of the time for what was computed there lately beyond the mean; of one whose
+             prefix many ask for, what the worker's requests beyond its share cost (`fair_shares`)
     decode   S_d = transfer + step + neighbours + pressure + full
     local    S_l = S_d - transfer + (1 / share + 0.6) t_p(L - m_d, m_d) + queue + restore
              share: of its time that the worker has for prompts while its streams are in time, as it says; where they
@@ -23,20 +25,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NamedTuple
 
 from cluster.errors import NoWorkersAvailable
+from router.fair_shares import FairShares
 from router.hot_prefixes import HotPrefixes
 from router.load_policies import FULL_POOL, MAX_PREFILL_CHOICES, full_pool_ms, left_of_booked_ms
 from router.placement import (
     RETRY_AFTER_S,
-    Candidate,
     ClusterSnapshot,
     Placement,
     RequestView,
     eligible_decode,
     may_pair,
 )
+from router.scored_pairs import Pair, Scored
 from router.timing_model import TimingModel, exposed_transfer_ms
 from router.worker_state import REPORT_FRESH_S, Role, WorkerState
 
@@ -70,41 +72,8 @@ class CacheAwareSettings:
     local_gain_ms: float = NEAR_TIE_MS  # local must be better than remote by this, and by a near tie's share
 
 
-class _Scored(NamedTuple):
-    """A worker's terms, in the order of their names. Tuples, for a thousand of them are made for a decision."""
-
-    total_ms: float
-    last_chosen_s: float  # breaks ties between those that are idle alike
-    order: int  # its place in the snapshot; no two are equal: workers are never compared
-    worker: WorkerState
-    terms_ms: tuple[float, ...]
-
-    def explained(self, names: Sequence[str]) -> Candidate:
-        return Candidate(self.worker, dict(zip(names, self.terms_ms, strict=True)), self.total_ms)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    decode: _Scored
-    prefill: _Scored | None  # None: the decode worker prefills by itself
-    total_ms: float
-    is_tied: bool = False  # with others: it was not the lowest time that decided
-
-    @property
-    def num_in_flight(self) -> int:
-        return self.decode.worker.num_in_flight + (self.prefill.worker.num_in_flight if self.prefill else 0)
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return self.decode.order, self.prefill.order if self.prefill else 0
-
-    @property
-    def last_chosen_s(self) -> float:
-        return max(self.decode.last_chosen_s, self.prefill.last_chosen_s if self.prefill else 0.0)
-
-
 class CacheAware:
-    """Has counts of hot prefixes, and nothing else of its own."""
+    """Has counts of what was asked for and of who got it, and nothing else of its own."""
 
     name = "cache_aware"
 
@@ -112,16 +81,18 @@ class CacheAware:
         self._timing = timing
         self._settings = settings
         self._hot = HotPrefixes()
+        self._shares = FairShares()
 
     def place(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> Placement:
         able_decodes = eligible_decode(request, snapshot)
         if request.restorable_tokens:
             request = self._with_restores(request, [*snapshot.prefill, *able_decodes])
-        decodes = self._score_decodes(request, able_decodes, now_s)
-        prefills = self._score_prefills(request, snapshot, now_s)
+        num_asked = self._num_asked(request, now_s)
+        decodes = self._score_decodes(request, able_decodes, num_asked, now_s)
+        prefills = self._score_prefills(request, snapshot, num_asked, now_s)
         # A copy of a hot prefix is made by whoever of those without it is best.
         able = prefills or [scored for scored in decodes if scored.worker.role is Role.AGGREGATED]
-        copying = self._without_hot_prefix(request, able, now_s)
+        copying = self._without_hot_prefix(request, able) if num_asked else []
         pair = self._best_pair(
             request,
             snapshot,
@@ -137,6 +108,7 @@ class CacheAware:
         if pair.prefill is not None and not is_wanted_local:
             chosen = [pair.prefill.worker, *_alternatives(pair, prefills)]
         computing = chosen[0] if chosen else pair.decode.worker
+        self._shares.placed(computing.worker_id, now_s)
         cached = request.cached_tokens.get(computing.worker_id, 0)
         prefill_ms = self._prefill_ms(request.num_prompt_tokens - cached, cached)
         return Placement(
@@ -173,7 +145,9 @@ class CacheAware:
                 restorable_tokens[worker.worker_id] = restorable
         return replace(request, cached_tokens=cached_tokens, restorable_tokens=restorable_tokens)
 
-    def _score_prefills(self, request: RequestView, snapshot: ClusterSnapshot, now_s: float) -> list[_Scored]:
+    def _score_prefills(
+        self, request: RequestView, snapshot: ClusterSnapshot, num_asked: float, now_s: float
+    ) -> list[Scored]:
         """The best first."""
         workers = snapshot.prefill
         if request.excluded:
@@ -181,7 +155,7 @@ class CacheAware:
         num_tokens, cached_tokens = request.num_prompt_tokens, request.cached_tokens
         # Coefficients once for the decision: a thousand workers are scored with plain floats.
         c0, c1, c2 = self._timing.prefill_coefficients
-        recent, mean_recent = _recent_tokens(request, workers, now_s)
+        spreads_ms = self._spreads_ms(request, workers, num_asked, now_s)
         make = tuple.__new__  # a sixth of a decision over a thousand workers would go into arguments by name
         scored = []
         for index, worker in enumerate(workers):
@@ -195,23 +169,26 @@ class CacheAware:
                 queue_ms = max(queue_ms, worker.reported_queue_ms - age_s * 1000)
             compute_ms = c0 + c1 * uncached + c2 * uncached * (cached + uncached / 2)
             evict_ms = EVICTION_WEIGHT * c1 * _evicted_tokens(worker, uncached)
-            over = recent[index] - mean_recent if recent else 0.0
-            spread_ms = SPREAD_WEIGHT * c1 * over if over > 0 else 0.0
+            spread_ms = spreads_ms[index] if spreads_ms else 0.0
             work_ms = WORK_WEIGHT * compute_ms
             restore_ms = _restore_ms(request, worker) if request.restorable_tokens else 0.0
             total_ms = queue_ms + compute_ms + work_ms + evict_ms + spread_ms + restore_ms
             terms = (queue_ms, compute_ms, work_ms, evict_ms, spread_ms, restore_ms)
-            scored.append(make(_Scored, (total_ms, worker.last_chosen_s, index, worker, terms)))
+            scored.append(make(Scored, (total_ms, worker.last_chosen_s, index, worker, terms)))
         scored.sort()
         return scored
 
-    def _score_decodes(self, request: RequestView, workers: Sequence[WorkerState], now_s: float) -> list[_Scored]:
+    def _score_decodes(
+        self, request: RequestView, workers: Sequence[WorkerState], num_asked: float, now_s: float
+    ) -> list[Scored]:
         """The best first."""
         num_tokens, cached_tokens, settings = request.num_prompt_tokens, request.cached_tokens, self._settings
         alpha, beta, gamma = self._timing.decode_coefficients
         c1 = self._timing.prefill_coefficients[1]
         slower_ms = beta + gamma * num_tokens
-        recent, mean_recent = _recent_tokens(request, workers, now_s)
+        # Who has streams alone computes nothing for a prompt's prefix to be found there.
+        computes = any(worker.role is Role.AGGREGATED for worker in workers)
+        spreads_ms = self._spreads_ms(request, workers, num_asked, now_s) if computes else ()
         transfers_ms: dict[tuple[int, int, int], float] = {}  # most workers hold nothing, and are of one kind
         make = tuple.__new__
         scored = []
@@ -226,8 +203,7 @@ class CacheAware:
                 queue_ms = self._own_queue_ms(worker, now_s)
                 prefill_ms = self._own_prefill_ms(missing, num_tokens - missing, worker)
                 evict_ms = EVICTION_WEIGHT * c1 * _evicted_tokens(worker, missing)
-                over = recent[index] - mean_recent if recent else 0.0
-                spread_ms = SPREAD_WEIGHT * c1 * over if over > 0 else 0.0
+                spread_ms = spreads_ms[index] if spreads_ms else 0.0
                 restore_ms = _restore_ms(request, worker) if request.restorable_tokens else 0.0
             else:
                 # What is on its way from a prefill worker need not come from below, too.
@@ -245,7 +221,7 @@ class CacheAware:
                 queue_ms, prefill_ms, evict_ms, spread_ms, restore_ms,
             )  # fmt: skip
             total_ms = sum(terms)
-            scored.append(make(_Scored, (total_ms, worker.last_chosen_s, index, worker, terms)))
+            scored.append(make(Scored, (total_ms, worker.last_chosen_s, index, worker, terms)))
         scored.sort()
         return scored
 
@@ -259,7 +235,7 @@ class CacheAware:
             self._settings.round_trip_ms,
         )
 
-    def _local(self, request: RequestView, decode: _Scored, now_s: float) -> _Scored:
+    def _local(self, request: RequestView, decode: Scored, now_s: float) -> Scored:
         """Prefilling where it is decoded; no transfer then."""
         worker = decode.worker
         cached = request.cached_tokens.get(worker.worker_id, 0)
@@ -289,17 +265,33 @@ class CacheAware:
         c0, c1, c2 = self._timing.prefill_coefficients
         return c0 + c1 * num_uncached + c2 * num_uncached * (num_cached + num_uncached / 2)
 
-    def _without_hot_prefix(self, request: RequestView, able: Sequence[_Scored], now_s: float) -> list[_Scored]:
-        """Those that lack the prefix of this request, when it is time for another copy; else nobody."""
+    def _num_asked(self, request: RequestView, now_s: float) -> float:
+        """Lately, for the longest prefix of this request that anybody holds; 0 where that decides nothing."""
         self._hot.count_request(now_s)
-        longest_match, cached_tokens = request.longest_match, request.cached_tokens
-        most = max(cached_tokens.values(), default=0)
-        if longest_match is None or most < COLD_SHARE * request.num_prompt_tokens:
-            return []
-        lacking = [scored for scored in able if cached_tokens.get(scored.worker.worker_id, 0) < most / 2]
-        if not lacking or not self._hot.wants_copy(longest_match, 1 - len(lacking) / len(able), now_s):
+        if request.longest_match is None or _is_cold(request):
+            return 0.0
+        return self._hot.count_prefix(request.longest_match, now_s)
+
+    def _without_hot_prefix(self, request: RequestView, able: Sequence[Scored]) -> list[Scored]:
+        """Those that lack the prefix of this request, when it is time for another copy; else nobody."""
+        prefix, cached_tokens = request.longest_match, request.cached_tokens
+        half = max(cached_tokens.values(), default=0) / 2
+        lacking = [scored for scored in able if cached_tokens.get(scored.worker.worker_id, 0) < half]
+        if prefix is None or not lacking or not self._hot.wants_copy(prefix, 1 - len(lacking) / len(able)):
             return []
         return lacking
+
+    def _spreads_ms(
+        self, request: RequestView, workers: Sequence[WorkerState], num_asked: float, now_s: float
+    ) -> Sequence[float]:
+        """Of each worker, what its having had more than the others costs; empty: nothing anywhere."""
+        if not _is_cold(request):
+            whole_ms = self._prefill_ms(request.num_prompt_tokens, 0)
+            return [price * whole_ms for price in self._shares.prices(workers, num_asked, now_s)]
+        weight_ms = SPREAD_WEIGHT * self._timing.prefill_coefficients[1]
+        recent = [worker.recent_tokens(now_s) for worker in workers]
+        mean = sum(recent) / len(recent) if recent else 0.0
+        return [weight_ms * max(0.0, tokens - mean) for tokens in recent]
 
     # --- choice -------------------------------------------------------------------------------------------------------
 
@@ -307,19 +299,19 @@ class CacheAware:
         self,
         request: RequestView,
         snapshot: ClusterSnapshot,
-        decodes: Sequence[_Scored],
-        prefills: Sequence[_Scored],
+        decodes: Sequence[Scored],
+        prefills: Sequence[Scored],
         now_s: float,
-    ) -> _Pair:
-        pairs: list[_Pair] = []
+    ) -> Pair:
+        pairs: list[Pair] = []
         for decode in decodes[:NUM_PAIRED]:
             if decode.worker.role is Role.AGGREGATED:
-                pairs.append(_Pair(decode, None, decode.total_ms))
+                pairs.append(Pair(decode, None, decode.total_ms))
                 continue
             best = list(islice(_allowed(prefills, decode), NUM_PAIRED))
-            pairs += [_Pair(decode, prefill, decode.total_ms + prefill.total_ms) for prefill in best]
+            pairs += [Pair(decode, prefill, decode.total_ms + prefill.total_ms) for prefill in best]
             if not best and snapshot.allows_local_prefill:
-                pairs.append(_Pair(decode, None, self._local(request, decode, now_s).total_ms))
+                pairs.append(Pair(decode, None, self._local(request, decode, now_s).total_ms))
         if not pairs:
             raise NoWorkersAvailable(
                 "no prefill worker is ready and local prefill is not allowed",
@@ -332,7 +324,7 @@ class CacheAware:
         chosen = min(tied, key=lambda pair: (pair.num_in_flight, pair.last_chosen_s, pair.order))
         return replace(chosen, is_tied=len(tied) > 1)
 
-    def _is_clearly_faster(self, local: _Scored, pair: _Pair) -> bool:
+    def _is_clearly_faster(self, local: Scored, pair: Pair) -> bool:
         if pair.prefill is None:
             raise ValueError("nobody else would prefill: there is nothing to weigh")
         local_ms = local.total_ms + QUEUE_WEIGHT * local.terms_ms[DECODE_TERMS.index("queue")]
@@ -346,7 +338,7 @@ def _may_prefill(decode: WorkerState, snapshot: ClusterSnapshot) -> bool:
     return snapshot.allows_local_prefill and used_tokens <= FULL_POOL * (decode.capacity_tokens or math.inf)
 
 
-def _reason(pair: _Pair, *, is_wanted_local: bool, is_copying: bool) -> str:
+def _reason(pair: Pair, *, is_wanted_local: bool, is_copying: bool) -> str:
     if is_wanted_local:
         return "cheaper without a transfer"
     if is_copying:
@@ -361,12 +353,9 @@ def _evicted_tokens(worker: WorkerState, num_uncached: int) -> int:
     return max(0, num_uncached - worker.never_used_blocks * worker.block_tokens)
 
 
-def _recent_tokens(request: RequestView, workers: Sequence[WorkerState], now_s: float) -> tuple[list[float], float]:
-    """Of each worker, what was computed there lately, and their mean; none where a cache decides where to go."""
-    if max(request.cached_tokens.values(), default=0) >= COLD_SHARE * request.num_prompt_tokens:
-        return [], 0.0
-    recent = [worker.recent_tokens(now_s) for worker in workers]
-    return recent, sum(recent) / len(recent) if recent else 0.0
+def _is_cold(request: RequestView) -> bool:
+    """Nobody's cache is a reason to go anywhere."""
+    return max(request.cached_tokens.values(), default=0) < COLD_SHARE * request.num_prompt_tokens
 
 
 def _restore_ms(request: RequestView, worker: WorkerState) -> float:
@@ -374,17 +363,17 @@ def _restore_ms(request: RequestView, worker: WorkerState) -> float:
     return request.restorable_tokens.get(worker.worker_id, 0) * worker.restore_ms_per_token
 
 
-def _allowed(prefills: Sequence[_Scored], decode: _Scored) -> Iterator[_Scored]:
+def _allowed(prefills: Sequence[Scored], decode: Scored) -> Iterator[Scored]:
     return (prefill for prefill in prefills if may_pair(prefill.worker, decode.worker))
 
 
-def _alternatives(pair: _Pair, prefills: Sequence[_Scored]) -> list[WorkerState]:
+def _alternatives(pair: Pair, prefills: Sequence[Scored]) -> list[WorkerState]:
     """Who else may prefill for this decode worker, best first."""
     others = (prefill.worker for prefill in _allowed(prefills, pair.decode) if prefill is not pair.prefill)
     return list(islice(others, MAX_PREFILL_CHOICES - 1))
 
 
-def _shown(scored: Sequence[_Scored], chosen: _Scored | None) -> list[_Scored]:
+def _shown(scored: Sequence[Scored], chosen: Scored | None) -> list[Scored]:
     """The best ones, and the chosen one wherever it stands."""
     best = list(scored[:MAX_EXPLAINED])
     return best if chosen is None or chosen in best else [*best[:-1], chosen]

@@ -47,13 +47,19 @@ class HotPrefixes:
         """One more request for whatever."""
         self._all.add_one(now_s)
 
-    def wants_copy(self, prefix: BlockHash, holders_share: float, now_s: float) -> bool:
-        """That request is for this prefix, which this share of the workers hold: whether it should go to another."""
+    def count_prefix(self, prefix: BlockHash, now_s: float) -> float:
+        """That request is for this prefix: how many were, lately."""
         asked = self._asked.pop(prefix, None) or _Asked(now_s)
         asked.add_one(now_s)
         self._asked[prefix] = asked
         while len(self._asked) > self._max_prefixes:
             self._asked.popitem(last=False)
+        return asked.count
+
+    def wants_copy(self, prefix: BlockHash, holders_share: float) -> bool:
+        """Whether the request that was counted just now, for a prefix which this share of the workers hold, should go
+        to another."""
+        asked = self._asked[prefix]
         if asked.since_copy < REQUESTS_PER_COPY or asked.count <= holders_share * self._all.count:
             return False
         asked.since_copy = 0.0

@@ -284,7 +284,8 @@ def test_rt1_a_hot_prefix_reaches_every_worker_also_when_one_could_serve_all(rat
 
 def _asked(hot: HotPrefixes, prefix: bytes, at_s: float, holders_share: float = 0.25) -> bool:
     hot.count_request(at_s)
-    return hot.wants_copy(BlockHash(prefix), holders_share, at_s)
+    hot.count_prefix(BlockHash(prefix), at_s)
+    return hot.wants_copy(BlockHash(prefix), holders_share)
 
 
 def test_a_prefix_that_is_asked_for_now_and_then_is_not_copied() -> None:
