@@ -5,7 +5,8 @@
     sglang-router  the same
 
     routing   documents asked about several times: TTFT, cache hits, the most hits that any routing could have (each
-              document computed once), the busiest worker's requests over the mean
+              document computed once), the busiest worker's requests over the mean; first a line of what no routing
+              is better than: nobody waits, each document is computed once, each worker gets as many requests
     crowded   prefixes that are more than one worker's cache holds (`crowded_traffic`: conversations behind tenants'
               system prompts, questions about a library): the same, and the hits of one cache as large as all eight
     cost      engines that take no time, one-token answers: added latency of a request alone over asking a mock server
@@ -39,11 +40,12 @@ import psutil
 
 from benchmarks.cluster_under_test import started_cluster
 from benchmarks.crowded_traffic import SHAPES, as_planned
-from benchmarks.hit_ceiling import most_hits, num_distinct_blocks, prompts_of
+from benchmarks.hit_ceiling import Prompt, most_hits, num_distinct_blocks, prompts_of, quickest_ms
 from benchmarks.openai_client import Dialect, Endpoint, OpenAiClient, StreamCapture
 from benchmarks.peer_servers import PeerServer, started_peer
 from benchmarks.routed_run import RoutedRun, imbalance, run_workload
 from benchmarks.routing_workloads import Traffic, documents, single_token_words
+from benchmarks.statistics import percentile
 from benchmarks.workload import ChatMessage, PlannedRequest
 from cluster.free_port import free_port
 from cluster.model_files import DEFAULT_MODEL, resolve_model, served_name
@@ -182,6 +184,16 @@ def routing_row(name: str, run: RoutedRun, spread: Counter[str]) -> str:
     )
 
 
+def best_row(prompts: Sequence[Prompt], workers: MockWorkers) -> str:
+    """What no routing is better than, in the columns of `routing_row`."""
+    c0, c1, c2 = map(float, workers.prefill_ms.split(","))
+    num_blocks = NUM_WORKERS * workers.num_blocks
+    times_ms = quickest_ms(prompts, (c0, c1, c2), num_blocks)
+    hits = most_hits(prompts, num_blocks)
+    p50_ms, p99_ms = (percentile(times_ms, share) for share in (0.5, 0.99))
+    return f"| (the best there is) | {p50_ms:.0f} | {p99_ms:.0f} | {hits:.1%} | 1.00 |"
+
+
 async def measure_routing(front: Front, planned: list[PlannedRequest]) -> tuple[RoutedRun, Counter[str]]:
     run = await run_workload(front.endpoint, planned)
     if not front.worker_urls:
@@ -297,7 +309,7 @@ def compare_routing(names: Sequence[str], arguments: argparse.Namespace, words: 
     )
     prompts = prompts_of(planned, load_tokenizer(resolve_model(DEFAULT_MODEL)))
     print(f"every document computed once: {most_hits(prompts):.1%} cached")
-    _compare(names, arguments, planned, MockWorkers(*ROUTED_TIMING))
+    _compare(names, arguments, planned, prompts, MockWorkers(*ROUTED_TIMING))
 
 
 def compare_crowded(names: Sequence[str], arguments: argparse.Namespace, words: list[str]) -> None:
@@ -313,14 +325,19 @@ def compare_crowded(names: Sequence[str], arguments: argparse.Namespace, words: 
                 f"{most_hits(prompts):.1%}, with one cache as large as all "
                 f"{most_hits(prompts, NUM_WORKERS * CROWDED_BLOCKS):.1%}"
             )
-            _compare(names, arguments, planned, workers)
+            _compare(names, arguments, planned, prompts, workers)
 
 
 def _compare(
-    names: Sequence[str], arguments: argparse.Namespace, planned: list[PlannedRequest], workers: MockWorkers
+    names: Sequence[str],
+    arguments: argparse.Namespace,
+    planned: list[PlannedRequest],
+    prompts: Sequence[Prompt],
+    workers: MockWorkers,
 ) -> None:
     own = OwnRouter(arguments.policy, arguments.processes)
     print("| router | TTFT p50 ms | p99 ms | cached | max/mean |\n|---|---|---|---|---|")
+    print(best_row(prompts, workers))
     for name in names:
         with started_front(name, arguments.routers, workers, own) as front:
             run, spread = asyncio.run(measure_routing(front, planned))

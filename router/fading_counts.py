@@ -29,7 +29,8 @@ class FadingCounts(Generic[Key]):
 
     def count(self, key: Key, now_s: float) -> None:
         """Once more."""
-        counts, unit = self._counts, self._unit(now_s)
+        unit = self._unit(now_s)  # before the counts are looked at: it may put them in other units
+        counts = self._counts
         counts[key] = counts.get(key, 0.0) + unit
         counts.move_to_end(key)
         while len(counts) > self._max_keys:
@@ -37,11 +38,13 @@ class FadingCounts(Generic[Key]):
 
     def of(self, key: Key, now_s: float) -> float:
         """What is left of its count."""
-        return self._counts.get(key, 0.0) / self._unit(now_s)
+        unit = self._unit(now_s)
+        return self._counts.get(key, 0.0) / unit
 
     def of_all(self, keys: Iterable[Key], now_s: float) -> list[float]:
         """The same for each of many."""
-        get, per_unit = self._counts.get, 1 / self._unit(now_s)
+        per_unit = 1 / self._unit(now_s)
+        get = self._counts.get
         return [get(key, 0.0) * per_unit for key in keys]
 
     def _unit(self, now_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.crowded_traffic import SHAPES, as_planned
-from benchmarks.hit_ceiling import Prompt, most_hits, num_distinct_blocks
+from benchmarks.hit_ceiling import Prompt, found_tokens, most_hits, num_distinct_blocks, quickest_ms
 from benchmarks.mock_server import BLOCK_TOKENS
 from cluster.identity import BlockHash
 
@@ -48,3 +48,11 @@ def test_most_hits_are_of_whole_prefixes_and_fewer_where_a_cache_evicts() -> Non
     assert most_hits(prompts) == 3 * BLOCK_TOKENS / num_tokens  # a; nothing behind d; a and b
     assert most_hits(prompts, num_blocks=2) == BLOCK_TOKENS / num_tokens  # a alone, until d and b took its place
     assert most_hits([]) == 0.0
+
+
+def test_nobody_is_faster_than_who_finds_all_there_is_and_waits_for_nobody() -> None:
+    prompts = [prompt("a", "b"), prompt("a", "c"), prompt("d", "b"), prompt("a", "b")]
+    assert found_tokens(prompts, num_blocks=2) == [0, BLOCK_TOKENS, 0, 0]
+    first, second, third, _ = quickest_ms(prompts, (10.0, 1.0, 0.01), num_blocks=2)
+    assert first == third == pytest.approx(10 + 33 + 0.01 * 33 * 33 / 2)
+    assert second == pytest.approx(10 + 17 + 0.01 * 17 * (16 + 17 / 2))
