@@ -65,7 +65,7 @@ def test_a_worker_that_holds_several_popular_prefixes_gives_one_of_them_away(rol
         prompts.append((at_s, [*prefix, number, *range(40)]))
     workers = [worker(f"{role.value}-{number}", role) for number in range(4)]
     decodes = workers if role is Role.AGGREGATED else [worker(f"decode-{number}", Role.DECODE) for number in range(4)]
-    policy = CacheAware(TimingModel(DEFAULT_PRIOR), CacheAwareSettings(local_gain_ms=1e9), random.Random(1))
+    policy = CacheAware(TimingModel(DEFAULT_PRIOR), CacheAwareSettings(local_gain_ms=1e9))
     prefills = workers if role is Role.PREFILL else []
     cluster = SimulatedCluster(policy, TimingModel(DEFAULT_PRIOR), prefills, decodes)
     # Where they begin: the two popular ones behind each other while all others' workers are busy.
