@@ -19,6 +19,7 @@ from router.worker_state import WorkerState
 
 PRICE = 0.3  # of a whole prompt's prefill, for each request beyond
 FAIR_SHARE = 1.1  # of the mean: chance alone gives some workers more than others
+MIN_SHARE = 16.0  # requests lately: who had fewer is busy with none of them, whatever the mean of a large fleet is
 MIN_ASKED = 4.0  # below it no copy could pay
 MAX_WORKERS = 65_536  # counted
 
@@ -39,5 +40,5 @@ class FairShares:
         if num_asked < MIN_ASKED or not workers:
             return ()
         placed = self._placed.of_all([worker.worker_id for worker in workers], now_s)
-        fair, most = FAIR_SHARE * sum(placed) / len(placed), num_asked / 2
+        fair, most = max(MIN_SHARE, FAIR_SHARE * sum(placed) / len(placed)), num_asked / 2
         return [PRICE * min(had - fair, most) if had > fair else 0.0 for had in placed]

@@ -49,7 +49,8 @@ def test_each_request_beyond_a_share_costs_and_no_more_of_them_than_half_of_the_
     assert shares.prices(workers, 100.0, 0.0) == pytest.approx([PRICE * 18, 0.0, 0.0, 0.0])  # a share is 22
     assert shares.prices(workers, 10.0, 0.0) == pytest.approx([PRICE * 5, 0.0, 0.0, 0.0])
     assert not shares.prices(workers, 2.0, 0.0), "for so few no copy pays"
-    assert not any(shares.prices([worker("both-new", Role.AGGREGATED)], 10.0, 0.0))
+    fleet = [*workers, *(worker(f"both-idle-{number}", Role.AGGREGATED) for number in range(100))]
+    assert shares.prices(fleet, 100.0, 0.0)[:4] == pytest.approx([PRICE * 24, 0.0, 0.0, PRICE * 2]), "of 16 at least"
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.AGGREGATED])
