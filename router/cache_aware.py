@@ -13,10 +13,10 @@
 
 The best four of each pool are paired; the lowest sum wins. Within 5 ms or 5 % the pair with fewer requests in flight
 wins, then the one chosen least recently, then the first in this router's own order of them, which no other router has:
-so neither a shared prefix nor many routers at once send everybody to one worker; every
-eighth request for a hot prefix goes to a worker that lacks it (`hot_prefixes`), until no holder gets more than a
-worker's fair share through it. A decode worker prefills by itself only where that wins by more than a near tie (what it
-computes, it does not decode); between the two the queues count twice.
+so neither a shared prefix nor many routers at once send everybody to one worker; every eighth request for a hot prefix
+goes to a worker that lacks it (`hot_prefixes`), until no holder gets more than a worker's fair share through it. A
+decode worker prefills by itself only where that wins by more than a near tie (what it computes, it does not decode);
+between the two the queues count twice.
 """
 
 from __future__ import annotations
