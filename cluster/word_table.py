@@ -13,6 +13,7 @@ import itertools
 import logging
 import random
 import re
+import time
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -20,7 +21,8 @@ from cluster.tokenizer import Tokenizer
 
 # A word alone costs the tokenizer several times its share of a whole text.
 MAX_UNKNOWN_SHARE = 0.2
-_LOT = 4096  # words asked for at once: other threads run meanwhile
+# Tokens looked at in a row, some 0.6 ms: an event loop in the same process waits for that long at most, then it runs.
+_LOT, _PAUSE_S = 256, 0.0005
 _TRIAL_ALPHABETS = ("ab  '", "aB1 .", "x\n\r \t", "'sSdDvVeElLmMtT ", "0123456789 a", "!?/_-\x1c\x0b ", "Ab c\x00\x7f")
 _TRIALS_OF_EACH, _TRIAL_CHARS = 20, 24
 _TRIAL_SENTENCE = "It's 10:45, they'll say; I'd SAY'VE  been\n\n  there\t\t(x_y = 3.14)...  "
@@ -67,20 +69,21 @@ class WordTable:
 
 
 def build_word_table(tokenizer: Tokenizer) -> WordTable | None:
-    """From the vocabulary, in about a tenth of a second; None for a tokenizer whose words `re` cannot find."""
+    """From the vocabulary, in about half a second and pauses; None for a tokenizer whose words `re` cannot find."""
     pattern = tokenizer.ascii_word_pattern()
     if pattern is None:
         return None
     added = tokenizer.added_tokens()
-    candidates = {
-        text: token_id
-        for token_id, spelling in enumerate(tokenizer.token_bytes)
-        if spelling.isascii() and (text := spelling.decode("ascii")) not in added and pattern.fullmatch(text)
-    }
     ids: dict[str, int] = {}
-    for lot in _lots(candidates):
-        encoded = tokenizer.encode_each([text for text, _ in lot])
-        ids.update(item for item, own in zip(lot, encoded, strict=True) if own == [item[1]])
+    for lot in _lots(tokenizer.token_bytes):
+        candidates = [
+            (text, token_id)
+            for token_id, spelling in lot
+            if spelling.isascii() and (text := spelling.decode("ascii")) not in added and pattern.fullmatch(text)
+        ]
+        encoded = tokenizer.encode_each([text for text, _ in candidates])
+        ids.update(item for item, own in zip(candidates, encoded, strict=True) if own == [item[1]])
+        time.sleep(_PAUSE_S)
     table = WordTable(tokenizer, pattern, ids)
     if not _agrees(table, tokenizer):
         _log.warning("this tokenizer cuts words in another way than its pattern says: texts are tokenised whole")
@@ -105,7 +108,7 @@ def _trials() -> Sequence[str]:
     ]
 
 
-def _lots(candidates: dict[str, int]) -> Iterator[list[tuple[str, int]]]:
-    items = iter(candidates.items())
+def _lots(spellings: Sequence[bytes]) -> Iterator[list[tuple[int, bytes]]]:
+    items = iter(enumerate(spellings))
     while lot := list(itertools.islice(items, _LOT)):
         yield lot
