@@ -41,18 +41,37 @@ struct WidenedTile {
                 acc[m][p] = kContinue ? vload(sums.partial + m * kPairOutputs + p * kPanelOutputs) : vzero();
                 __builtin_prefetch(sums.out + m * sums.out_stride + p * kPanelOutputs, 1, 3);
             }
+        const float* again = a;
+        asm("" : "+r"(again));  // or the compiler would load once what it reads twice
+#pragma GCC unroll 2
         for (int k = 0; k < inputs; ++k) {
             const float* x = a + k * MR;
             __builtin_prefetch((const uint8_t*)x + kCachedAhead, 0, 3);
             F row[NP];
             for (int p = 0; p < NP; ++p) row[p] = vload(w + p * kWidenedPanel + (size_t)k * kPanelOutputs);
-            multiply_step<DotF32, MR, NP>(acc, row, x, MR, 1);
+            multiply(acc, row, x, again + k * MR);
         }
         for (int m = 0; m < MR; ++m)
             for (int p = 0; p < NP; ++p) {
                 float* to = sums.out + m * sums.out_stride + p * kPanelOutputs;
                 vstore(to, sums.add ? vadd(vload(to), acc[m][p]) : acc[m][p]);
             }
+    }
+    // Every other row's activation is loaded once for both panels, the others' are read by the products themselves:
+    // 2.8 instructions a cycle instead of 3.4, of 3 that a core starts while a neighbour runs on its other thread, and
+    // 1.6 loads of 2.
+    template <int MR>
+    static inline __attribute__((always_inline)) void multiply(F (&acc)[MR][NP], const F (&w)[NP], const float* x,
+                                                                const float* again) {
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) {
+            if (m % 2 == 0) {
+                const F factor = vset1(x[m]);
+                for (int p = 0; p < NP; ++p) acc[m][p] = vfma(w[p], factor, acc[m][p]);
+            } else {
+                for (int p = 0; p < NP; ++p) acc[m][p] = vfma(w[p], vset1((p ? again : x)[m]), acc[m][p]);
+            }
+        }
     }
     template <int MR>
     static constexpr Function function() {
