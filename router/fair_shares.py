@@ -41,4 +41,6 @@ class FairShares:
             return ()
         placed = self._placed.of_all([worker.worker_id for worker in workers], now_s)
         fair, most = max(MIN_SHARE, FAIR_SHARE * sum(placed) / len(placed)), num_asked / 2
+        if max(placed) <= fair:
+            return ()
         return [PRICE * min(had - fair, most) if had > fair else 0.0 for had in placed]
