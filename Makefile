@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 # A slow or busy package index is asked again before anything fails.
 export PIP_RETRIES ?= 10
 export PIP_DEFAULT_TIMEOUT ?= 60
+ENGINE_TEST_LOG := $(VENV)/engine-tests.log
 PROMPT ?= Explain in two sentences why the sky is blue.
 NATIVE_SOURCES := $(wildcard engine/native/*.cpp engine/native/*.h engine/native/kernels/* kv_transfer/native/*.cpp)
 PROTO_FILES := $(wildcard proto/tandem/v1/*.proto)
@@ -50,10 +51,15 @@ demo: model  ## answer one prompt through a prefill and a decode process, print 
 	$(BIN)/tandem generate --start --timeline "$(PROMPT)"
 
 test: model $(VENV)/.dev-stamp  ## run the whole suite
-	$(BIN)/python -m pytest -m "not cluster" --ignore=tests/kv_transfer
+	@# Two lanes, for two cores: the engine's tests are half of the time, and are shown when the other lane is done.
 	@# UCX's and NIXL's libraries do not share a process with each other, nor with everything else.
-	$(BIN)/python -m pytest tests/kv_transfer -k "not nixl"
-	$(BIN)/python -m pytest tests/kv_transfer -k nixl
+	@$(BIN)/python -m pytest tests/engine -m "not cluster" > $(ENGINE_TEST_LOG) 2>&1 & engine=$$!; \
+	trap 'kill $$engine 2>/dev/null || true' EXIT; others=0; \
+	{ $(BIN)/python -m pytest -m "not cluster" --ignore=tests/kv_transfer --ignore=tests/engine \
+	  && $(BIN)/python -m pytest tests/kv_transfer -k "not nixl" \
+	  && $(BIN)/python -m pytest tests/kv_transfer -k nixl; } || others=$$?; \
+	lane=0; wait $$engine || lane=$$?; cat $(ENGINE_TEST_LOG); \
+	test $$others -eq 0 && test $$lane -eq 0
 	@# Real processes share this machine with whatever else runs on it. Which of their tests failed is said, and these few
 	@# are run once more, by a new interpreter and with new clusters; a second failure is one. Other tests have one attempt.
 	$(BIN)/python -m pytest -m cluster || { \
