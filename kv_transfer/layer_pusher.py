@@ -244,6 +244,11 @@ class LayerPusher:
                     self._obey(order)
             except KvTransferFailed as error:
                 self._fail_all(error)
+            except Exception as error:  # of a library, or a fault here: nobody may wait for a thread that has ended
+                _log.exception("the sending thread of %s failed", self._sender.name)
+                self._fail_all(
+                    KvTransferFailed(f"sending over {self._sender.name} failed: {error!r}", stage="transfer")
+                )
             for session in tuple(self._live):
                 self._settle(session)
 

@@ -10,6 +10,10 @@
 A granted write is pinned until it has landed or both endpoints of the connection are gone: the sender closes its own
 before the connection, the receiver before it unpins. So a closed fence means here as well that nothing can land any
 more. `kv_transfer.transports.ucx` and `nixl` are the libraries; this file knows neither.
+
+A library moves on only where it is polled, and what has landed may still owe its sender an end that the receiver's
+progress brings. So the receiver looks after its library for a while after the last frame, more and more seldom, and a
+sender for which nothing moves for `STALL_TIMEOUT_S` breaks its connection: no frame is waited for without end.
 """
 
 from __future__ import annotations
@@ -44,6 +48,9 @@ MAX_OUTSTANDING = 4
 MAX_GRANTS = 64
 MAX_RUNS = 65536
 MAX_INTRODUCTION_BYTES = 1024 * 1024
+# The receiver's pauses between looks at its library while nothing is granted: after their sum it sleeps until the next
+# message. Twice the sender's patience, so that the first to give up is the one that has lost something by it.
+LINGERING_MS = (*(1 << exponent for exponent in range(8)), *[256] * int(2 * STALL_TIMEOUT_S * 1000 / 256))
 # How long a closing sender waits for what it wrote to land.
 FLUSH_TIMEOUT_S = 5.0
 GRANTED, REFUSED, VERDICT = 1, 2, 3
@@ -166,7 +173,7 @@ class _GrantingConnection:
                 self._sink.close_frame(self._grants.popitem()[1].header, None)
 
     def _wait_for_message(self) -> None:
-        """Lands what was granted until there is something to read, or nothing left to land. Raises OSError."""
+        """Lands what was granted until there is something to read; later for what has landed. Raises OSError."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         while self._grants:
@@ -175,6 +182,10 @@ class _GrantingConnection:
                     return
                 if self._take_landed():
                     break
+        for pause_ms in LINGERING_MS:
+            if poll.poll(pause_ms):
+                return
+            self._take_landed()
 
     def _take_landed(self) -> bool:
         landed = self._endpoint.landed()
@@ -239,6 +250,7 @@ class GrantedSender:
         self._unwritten: set[int] = set()
         self._unjudged: set[int] = set()
         self._num_verified = 0
+        self._moved_at = time.monotonic()
         host, _, port = address.rpartition(":")
         try:
             self._connection = socket.create_connection((host, int(port)), GREETING_TIMEOUT_S)
@@ -262,6 +274,8 @@ class GrantedSender:
         ticket = GrantedTicket(with_digest(header, payload), payload)
         try:
             send_gathered(self._connection, [memoryview(pack_header(ticket.header))])
+            if not self._is_owed:
+                self._moved_at = time.monotonic()
             self._asked.append(ticket)
             self._advance_until(lambda: len(self._asked) + len(self._granted) < MAX_OUTSTANDING)
         except (OSError, BadFrame) as error:
@@ -269,17 +283,19 @@ class GrantedSender:
         return ticket
 
     def poll(self) -> None:
-        """Moves on what was granted and what is being written. Raises `KvTransferFailed`."""
+        """Moves on what was granted and what is being written. Raises `KvTransferFailed`, also when nothing does."""
         try:
             while self._advance():
                 pass
+            if self._is_owed and time.monotonic() - self._moved_at > STALL_TIMEOUT_S:
+                raise TimeoutError(f"no frame moved on for {STALL_TIMEOUT_S:g} s: {self._standing()}")
         except (OSError, BadFrame) as error:
             self._break(error)
 
     def count_verified(self) -> int:
         """Of probes and all others."""
         try:
-            self._advance_until(lambda: not (self._asked or self._granted))
+            self._advance_until(lambda: not self._is_owed)
         except (OSError, BadFrame) as error:
             self._break(error)
         verified, self._num_verified = self._num_verified, 0
@@ -288,8 +304,16 @@ class GrantedSender:
     def close(self) -> None:
         """Waits a while for what was written to land, then ends both; what is left is dropped by the receiver."""
         with suppress(OSError, BadFrame):
-            self._advance_until(lambda: not (self._asked or self._granted), FLUSH_TIMEOUT_S)
+            self._advance_until(lambda: not self._is_owed, FLUSH_TIMEOUT_S)
         self._destroy()
+
+    @property
+    def _is_owed(self) -> bool:
+        """Frames are waiting for their grants, or are granted and have not ended."""
+        return bool(self._asked or self._granted)
+
+    def _standing(self) -> str:
+        return f"{len(self._asked)} not granted, {len(self._unwritten)} not written, {len(self._unjudged)} not landed"
 
     def _advance_until(self, is_reached: Callable[[], bool], timeout_s: float = STALL_TIMEOUT_S) -> None:
         """Raises OSError when nothing moves for that long."""
@@ -308,6 +332,8 @@ class GrantedSender:
             self._unwritten.discard(number)
             self._end(number)
             has_moved = True
+        if has_moved:
+            self._moved_at = time.monotonic()
         return has_moved
 
     def _take_answer(self) -> None:

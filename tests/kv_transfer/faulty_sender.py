@@ -48,12 +48,16 @@ class FaultySender:
         self._fault = Fault.NONE
         self._frames_before = 0
         self._held: list[tuple[FrameHeader, list[memoryview]]] = []
+        self._late: list[tuple[FrameHeader, list[memoryview]]] = []
         self.hanging: list[NeverDone] = []
 
     def arm(self, fault: Fault, frames_before: int) -> None:
         self._fault, self._frames_before = fault, frames_before
 
     def push(self, header: FrameHeader, payload: Sequence[memoryview]) -> SendTicket:
+        late, self._late = self._late, []
+        for frame in late:
+            self._sender.push(*frame)
         self._frames_before -= 1
         if self._frames_before >= 0 or self._fault is Fault.NONE:
             return self._sender.push(header, payload)
@@ -62,10 +66,8 @@ class FaultySender:
         return self._do(fault, with_digest(header, payload), [memoryview(bytes(run)) for run in payload])
 
     def release_late(self) -> None:
-        """What was held back arrives now."""
-        held, self._held = self._held, []
-        for header, payload in held:
-            self._sender.push(header, payload)
+        """What was held back arrives before the next frame: a sender belongs to its own thread, not to the caller."""
+        self._late, self._held = self._held, []
 
     def poll(self) -> None:
         self._sender.poll()

@@ -116,7 +116,7 @@ class FaultyPair:
         return arrived
 
     def _finish(self, session: PushSession, outcome: PushOutcome) -> None:
-        """Late frames arrive now, when the blocks may be somebody else's; a broken link is made anew."""
+        """Late frames arrive from now on, when the blocks may be somebody else's; a broken link is made anew."""
         for ticket in self.sender.hanging:
             ticket.done = True
         self.sender.hanging.clear()

@@ -5,20 +5,22 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from cluster.byte_runs import address_of
+from cluster.errors import KvTransferFailed
 from cluster.identity import TransferId
 from engine.kv_memory import KvMemory
 from kv_transfer.frame import digest_of
 from kv_transfer.landing_table import LandingTable
 from kv_transfer.transport import FrameHeader
+from kv_transfer.transports import granted
 from kv_transfer.transports.connection_gate import ConnectionGate
-from kv_transfer.transports.granted import GrantedReceiver, GrantedSender, Place
+from kv_transfer.transports.granted import GrantedReceiver, GrantedSender, GrantedTicket, Place
 from kv_transfer.transports.nixl import NixlLanding, NixlWriting
 from tests.kv_transfer.all_transports import needs_library
 from tests.kv_transfer.oracle import LAYOUT, make_pools, refs, wait_until
@@ -36,6 +38,9 @@ class SlowLibrary:
     asked: dict[int, tuple[list[weakref.ref[memoryview]], Sequence[Place]]] = field(default_factory=dict)
     may_copy: bool = False
     arrived: list[int] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    is_taken: bool = False  # the receiver's side has been told of what arrived
+    looks_owed: int = 0  # so often it must be polled after that, until the sender's side knows
 
     def introduction(self) -> bytes:
         return b"here"
@@ -45,6 +50,10 @@ class SlowLibrary:
 
     def landed(self) -> list[int]:
         arrived, self.arrived = self.arrived, []
+        if arrived:
+            self.is_taken = True
+        elif self.is_taken:
+            self.looks_owed -= 1
         return arrived
 
     def write(self, number: int, sources: Sequence[memoryview], places: Sequence[Place]) -> None:
@@ -53,24 +62,56 @@ class SlowLibrary:
     def written(self) -> list[int]:
         if not self.may_copy:
             return []
-        done, self.asked = self.asked, {}
-        for runs, places in done.values():
+        asked, self.asked = self.asked, {}
+        for runs, places in asked.values():
             for reference, place in zip(runs, places, strict=True):
                 run = reference()
                 assert run is not None, "what is being written was given back"
                 start = place.address - self.pool.address
                 self.pool._bytes[start : start + place.num_bytes] = run
-        self.arrived += done
-        return list(done)
+        self.copied += asked
+        self.arrived += asked
+        if self.looks_owed > 0:
+            return []
+        done, self.copied = self.copied, []
+        return done
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def test_a_piece_across_two_runs_lives_until_it_is_written() -> None:
+@dataclass
+class OneFrame:
+    """A frame of three blocks on its way over a slow library."""
+
+    library: SlowLibrary
+    source: KvMemory
+    sender: GrantedSender
+    ticket: GrantedTicket
+
+    def wait_until_asked(self) -> None:
+        def is_asked() -> bool:
+            self.sender.poll()
+            return bool(self.library.asked)
+
+        wait_until(is_asked, "granted")
+
+    def wait_until_done(self) -> None:
+        def is_done() -> bool:
+            self.sender.poll()
+            return self.ticket.done
+
+        wait_until(is_done, "written and landed")
+
+    def assert_landed(self) -> None:
+        np.testing.assert_array_equal(self.library.pool.save_blocks([9, 20, 21]), self.source.save_blocks([3, 4, 40]))
+
+
+@contextmanager
+def one_frame(library: SlowLibrary) -> Iterator[OneFrame]:
     source, _ = make_pools()
     source._array[:] = np.arange(source.size_bytes, dtype=np.uint64).astype(np.uint8)
-    library, gate = SlowLibrary(), ConnectionGate()
+    gate = ConnectionGate()
     gate.admit("p0", NONCE)
     table = LandingTable(library.pool)
     table.open(KEY, 1, refs(9, 20, 21), 0, lambda *_: None)
@@ -80,22 +121,35 @@ def test_a_piece_across_two_runs_lives_until_it_is_written() -> None:
         closing(GrantedReceiver("slow", "127.0.0.1", gate, table, lambda _: library)) as receiver,
         closing(GrantedSender("slow", receiver.address, NONCE, 0, lambda _: library)) as sender,
     ):
-        ticket = sender.push(header, payload)
+        yield OneFrame(library, source, sender, sender.push(header, payload))
 
-        def is_asked() -> bool:
-            sender.poll()
-            return bool(library.asked)
 
-        wait_until(is_asked, "granted")
+def test_a_piece_across_two_runs_lives_until_it_is_written() -> None:
+    library = SlowLibrary()
+    with one_frame(library) as frame:
+        frame.wait_until_asked()
         gc.collect()
         library.may_copy = True
+        frame.wait_until_done()
+        frame.assert_landed()
 
-        def is_done() -> bool:
-            sender.poll()
-            return ticket.done
 
-        wait_until(is_done, "written and landed")
-    np.testing.assert_array_equal(library.pool.save_blocks([9, 20, 21]), source.save_blocks([3, 4, 40]))
+def test_f25_the_receiver_looks_after_a_library_that_owes_the_sender_an_end_of_what_has_landed() -> None:
+    with one_frame(SlowLibrary(may_copy=True, looks_owed=3)) as frame:
+        frame.wait_until_done()
+        frame.assert_landed()
+
+
+@pytest.mark.parametrize("library", [SlowLibrary(may_copy=False), SlowLibrary(may_copy=True, looks_owed=2**30)])
+def test_f25_a_frame_that_never_ends_breaks_the_connection_instead_of_being_waited_for(
+    library: SlowLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(granted, "STALL_TIMEOUT_S", 0.2)
+    with (
+        one_frame(library) as frame,
+        pytest.raises(KvTransferFailed, match=r"no frame moved on for 0\.2 s: 0 not gr"),
+    ):
+        frame.wait_until_done()
 
 
 @pytest.fixture
