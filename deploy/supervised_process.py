@@ -2,6 +2,7 @@
 
 STARTING ──ready──> READY ──crash──> BACKING_OFF ──> STARTING ...
     └──────────────── crash loop, or it refuses to start ────> FAILED
+READY ──ends well, told to by somebody──> BACKING_OFF: a drain is no crash
 any ──stop()──> STOPPED
 """
 
@@ -104,9 +105,9 @@ class SupervisedProcess:
         self._enter(ProcessState.STARTING)
         self._process = process = await self._launcher.launch(self.spec)
         exited = asyncio.create_task(process.wait(), name=f"wait-{self.spec.name}")
-        is_hung = False
+        is_hung = is_ready = False
         try:
-            if await self._wait_until_ready(exited):
+            if is_ready := await self._wait_until_ready(exited):
                 self.ready_after_s = time.monotonic() - started_s
                 self._was_ready = True
                 self._enter(ProcessState.READY)
@@ -118,6 +119,9 @@ class SupervisedProcess:
             exited.cancel()
         process.kill()  # what it left behind in its group
         self.last_exit = describe_status(status)
+        if is_ready and status == 0:
+            # Somebody told it to end, `tandem drain` say: by itself it does not end well. Nothing has crashed.
+            return await self._again_after(self._limits.first_delay_s)
         return await self._after_exit(status, time.monotonic() - started_s, is_hung)
 
     async def _wait_until_ready(self, exited: asyncio.Task[int]) -> bool:
@@ -146,8 +150,11 @@ class SupervisedProcess:
             times = f"{decision.crashes} times within {decision.within_s:.0f} s"
             self._fail(self._with_last_line(f"{self.spec.name} crashed {times} (last {self.last_exit})"))
             return False
+        return await self._again_after(decision.after_s)
+
+    async def _again_after(self, delay_s: float) -> bool:
         self._enter(ProcessState.BACKING_OFF)
-        await asyncio.sleep(decision.after_s)
+        await asyncio.sleep(delay_s)
         return True
 
     async def _end(self, process: LaunchedProcess) -> None:

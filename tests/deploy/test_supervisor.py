@@ -103,6 +103,26 @@ async def test_killed_process_comes_back_under_its_name(runtime_dir: Path, stand
         assert process.restarts == 1
 
 
+async def test_a_drained_worker_comes_back_however_often_and_only_crashes_count(
+    runtime_dir: Path, stand_in: MakeSpec
+) -> None:
+    async with supervising(runtime_dir, stand_in("decode-0")) as (supervisor, _):
+        await asyncio.wait_for(supervisor.start(), TIMEOUT_S)
+        (process,) = supervisor.processes
+
+        async def end(number: signal.Signals, restarts: int) -> None:
+            await until(lambda: process.state is ProcessState.READY and process.restarts == restarts)
+            assert process.pid is not None
+            os.kill(process.pid, number)
+
+        for drains in range(2 * QUICK.max_crashes):
+            await end(signal.SIGTERM, drains)
+        for crashes in range(QUICK.max_crashes):
+            await end(signal.SIGKILL, 2 * QUICK.max_crashes + crashes)
+        await until(lambda: process.state is ProcessState.FAILED)
+        assert f"crashed {QUICK.max_crashes} times" in process.failure
+
+
 async def test_crash_loop_of_the_only_one_is_an_error_with_its_last_words(
     runtime_dir: Path, stand_in: MakeSpec
 ) -> None:
