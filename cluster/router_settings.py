@@ -55,6 +55,13 @@ class RouterLimits(BaseModel):
     allowed_origins: tuple[str, ...] = Field(
         default=(), description="web sites whose pages may ask (CORS); `*`: any, where API keys are needed"
     )
+    ssl_certfile: Path | None = Field(
+        default=None, description="TLS of both fronts: PEM with the certificate and what leads to its authority"
+    )
+    ssl_keyfile: Path | None = Field(default=None, description="PEM; the certificate's key, without a password")
+    ssl_ca_certs: Path | None = Field(
+        default=None, description="PEM; clients need a certificate that one of these authorities signed"
+    )
     log_requests: bool = Field(default=False, description="a log line for each request; failed ones have one anyhow")
     policy: Literal["cache_aware", "least_loaded", "power_of_two", "round_robin", "session"] = Field(
         default="cache_aware", description="how prefill and decode workers are chosen"

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from deploy.commands.checking import check
+from deploy.commands.environment import SETTINGS, EnvironmentCommand
 from deploy.commands.inspection import drain, explain, status
 from deploy.commands.keys import key_app
 from deploy.commands.models import model_app
@@ -33,7 +34,8 @@ app = typer.Typer(
     epilog="First steps:  [bold]tandem model fetch[/bold]  ·  [bold]tandem serve[/bold]  ·  "
     '[bold]tandem generate "Why is the sky blue?" --timeline[/bold]  ·  [bold]tandem status[/bold]',
 )
-for command in (serve, check, up, down, generate, status, explain, drain):
+app.command(cls=EnvironmentCommand, context_settings=SETTINGS)(serve)
+for command in (check, up, down, generate, status, explain, drain):
     app.command()(command)
 for name, group in (
     ("model", model_app),

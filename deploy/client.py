@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -13,10 +15,29 @@ import httpx
 from google.protobuf import json_format
 from tandem.v1 import common_pb2
 
+from cluster.front_tls import client_context
+
 CONNECT_TIMEOUT_S = 5.0
 # Between two pieces of an answer; the server's own deadline is shorter than this.
 READ_TIMEOUT_S = 600.0
 TIMELINE_HEADER = "X-Tandem-Timeline"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """PEM files by which a client and a front know each other. For an http URL nothing of it is looked at."""
+
+    authority: Path | None = None  # who signed the front's certificate, or that itself; None: whom this machine trusts
+    certificate: Path | None = None  # the client's own, with its key: where the front asks for one
+    key: Path | None = None
+    names_host: bool = True  # False: whatever the certificate calls itself
+
+    def context(self) -> ssl.SSLContext:
+        """Raises `StartupError` for files that cannot be used."""
+        return client_context(self.authority, self.certificate, self.key, names_host=self.names_host)
+
+
+NO_TLS_FILES = ClientTls()
 
 
 class ClusterUnreachable(Exception):
@@ -54,12 +75,13 @@ class AnswerRecord:
 class ClusterClient:
     """Talks to one URL. Use as an async context manager."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", tls: ClientTls = NO_TLS_FILES) -> None:
+        """Raises `StartupError` for TLS files that cannot be used."""
         self._url = url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
         # Reading the certificates takes 0.1 s, and a cluster on this machine has none.
-        verify = url.startswith("https")
+        verify = tls.context() if url.startswith("https") else False
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False, verify=verify)
 
     async def __aenter__(self) -> ClusterClient:
@@ -124,8 +146,8 @@ class ClusterClient:
                         if "error" in event:
                             raise AnswerFailed(str(event["error"].get("message", event["error"])))
                         yield event
-        except httpx.ConnectError:
-            raise self._unreachable() from None
+        except httpx.ConnectError as error:
+            raise self._unreachable(error) from None
         except httpx.TransportError as error:
             raise AnswerFailed(f"the stream broke: {error or type(error).__name__}") from None
         raise AnswerFailed("the stream ended before the answer did")
@@ -136,8 +158,8 @@ class ClusterClient:
     async def _request(self, method: str, path: str, expected_status: int) -> dict[str, Any]:
         try:
             response = await self._http.request(method, path, timeout=CONNECT_TIMEOUT_S)
-        except httpx.TransportError:
-            raise self._unreachable() from None
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
         if response.status_code != expected_status:
             raise AnswerFailed(_error_text(response.content, response.status_code))
         try:
@@ -146,7 +168,13 @@ class ClusterClient:
             raise self._unreachable() from None
         return dict(answer)
 
-    def _unreachable(self) -> ClusterUnreachable:
+    def _unreachable(self, error: httpx.TransportError | None = None) -> ClusterUnreachable:
+        if error is not None and "CERTIFICATE_VERIFY_FAILED" in str(error):
+            reason = str(error).partition("verify failed: ")[2].partition(" (_ssl")[0]
+            return ClusterUnreachable(
+                f"the certificate of {self._url} is not trusted ({reason}): give who signed it, or the certificate, "
+                "with --ca-file (TANDEM_CA_FILE)"
+            )
         return ClusterUnreachable(
             f"no Tandem cluster answers at {self._url}: start one with `tandem serve`, or give --url (TANDEM_URL)"
         )

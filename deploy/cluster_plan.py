@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from cluster.embedded_redis import prepare_embedded_redis
 from cluster.errors import StartupError
+from cluster.front_tls import FrontTls
 from cluster.model_files import served_name
 from cluster.process_guard import thread_environment
 from cluster.python_modules import python_command
@@ -85,16 +86,20 @@ def plan_cluster(
 ) -> ClusterPlan:
     """`nodes`: the workers run on machines of their own, under `ray.secrets_dir`; None: all is on this machine.
 
-    Raises `StartupError` for a busy port, an open address without API keys, and secrets that are not as they must be.
+    Raises `StartupError` for a busy port, an open address without API keys, and secrets or TLS files that are not as
+    they must be.
     """
     require_keys_on_open_address(config)
+    tls = FrontTls.of(config.router)
+    if tls is not None:
+        tls.check()
     shared, redis = (
         _on_one_machine(config, model, runtime_dir) if nodes is None else _on_nodes(config, model, runtime_dir, nodes)
     )
     workers = tuple(_workers(shared))
     settings = _router_settings(shared)
     host = _host_in_url(settings.http_host)
-    url = f"http://{host}:{settings.http_port}"
+    url = f"{'http' if tls is None else 'https'}://{host}:{settings.http_port}"
     return ClusterPlan(
         processes=(*redis, *workers, *_routers(shared, settings, url)),
         make_worker=lambda role, worker_id: _worker(shared, role, dict(_pools(config))[role], worker_id),

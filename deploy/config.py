@@ -132,8 +132,13 @@ def load_cluster_config(path: Path) -> ClusterConfig:
         raise StartupError(f"{error.problems[0]}" + (f" (and {more} more)" if more else "")) from None
 
 
-def override(config: ClusterConfig, values: Mapping[str, Any]) -> ClusterConfig:
-    """The config with some keys replaced, dotted as in `decode.workers`. Raises `StartupError` naming the key."""
+def override(
+    config: ClusterConfig, values: Mapping[str, Any], variables: Mapping[str, str] | None = None
+) -> ClusterConfig:
+    """The config with some keys replaced, dotted as in `decode.workers`. Raises `StartupError` naming the key.
+
+    `variables`: of keys whose value came from the environment, the variable, which is named instead.
+    """
     merged = config.model_dump()
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -147,4 +152,5 @@ def override(config: ClusterConfig, values: Mapping[str, Any]) -> ClusterConfig:
         first = error.errors(include_url=False)[0]
         reason = str(first["msg"]).removeprefix("Value error, ")
         key = ".".join(map(str, first["loc"]))
+        key = (variables or {}).get(key, key)
         raise StartupError(f"{key} is {shown(first['input'])}: {reason}" if key else reason) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -19,8 +20,9 @@ _COLOURS = {ProcessState.READY: "green", ProcessState.FAILED: "red", ProcessStat
 class TerminalDisplay:
     """A spinner for each process where stderr is a terminal, a line for each change where it is not."""
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+    def __init__(self, file: TextIO | None = None) -> None:
+        """`file`: a text file that takes the lines; None: stderr."""
+        self._console = Console(file=file, stderr=file is None, highlight=False)
         self._started_s = time.monotonic()
         self._progress: Progress | None = None
         self._tasks: dict[str, TaskID] = {}

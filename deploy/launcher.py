@@ -16,6 +16,7 @@ from typing import Protocol
 from cluster.errors import StartupError
 from cluster.guarded_exec import guarded_command
 from cluster.python_modules import module_environment
+from deploy.log_stream import FollowedLog, LogStream
 from deploy.process_log import ProcessLog
 from deploy.process_spec import ProcessSpec
 
@@ -58,8 +59,10 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Children of this process. Must be used from the main thread: a child dies with the thread that made it."""
 
-    def __init__(self, log_directory: Path) -> None:
+    def __init__(self, log_directory: Path, log_stream: LogStream | None = None) -> None:
+        """`log_stream`: where their logs go beside the files; None: nowhere."""
         self._log_directory = log_directory
+        self._log_stream = log_stream
 
     async def find_running(self) -> frozenset[str]:
         """None: they died with it."""
@@ -67,6 +70,7 @@ class LocalLauncher:
 
     async def launch(self, spec: ProcessSpec) -> LaunchedProcess:
         log = ProcessLog(self._log_directory / f"{spec.name}.log")
+        followed = None if self._log_stream is None else FollowedLog(log.path, spec.name, self._log_stream)
         log_fd = log.open()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -81,13 +85,16 @@ class LocalLauncher:
             raise StartupError(f"cannot start {spec.name} ({spec.command[0]}): {error.strerror}") from None
         finally:
             os.close(log_fd)
-        return _LocalProcess(process, log)
+        return _LocalProcess(process, log, followed)
 
 
 class _LocalProcess:
-    def __init__(self, process: asyncio.subprocess.Process, log: ProcessLog) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: ProcessLog, followed: FollowedLog | None) -> None:
         self._process = process
         self._log = log
+        self._following = None
+        if followed is not None:
+            self._following = asyncio.create_task(followed.follow(process.wait()), name=f"follow-{log.path.name}")
         self._bounding = asyncio.create_task(log.keep_bounded(process.wait()), name=f"bound-{log.path.name}")
         self._is_group_gone = False
 
@@ -97,6 +104,8 @@ class _LocalProcess:
 
     async def wait(self) -> int:
         await asyncio.shield(self._bounding)
+        if self._following is not None:
+            await asyncio.shield(self._following)
         return await self._process.wait()
 
     def terminate(self) -> None:

@@ -84,7 +84,8 @@ def pools_probe(url: str, pools: Mapping[str, int]) -> Probe:
 
 
 async def _get(url: str) -> httpx.Response | None:
-    # No proxy of the environment stands between us and our own child; without TLS no certificates need be read.
+    # No proxy of the environment stands between us and our own child, whose certificate names another address than the
+    # one that it is asked at here; and nothing is told to it.
     async with httpx.AsyncClient(trust_env=False, verify=False, timeout=PROBE_CALL_TIMEOUT_S) as client:  # noqa: S501
         try:
             return await client.get(url)

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from tandem.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 from cluster.errors import InvalidRequest, RequestTooLarge, StartupError
+from cluster.front_tls import FrontTls
 from cluster.rpc_errors import ErrorInterceptor
 from router.answer import LENGTH, STOP, Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
@@ -99,8 +100,9 @@ class GrpcFront:
         *,
         offers_reflection: bool = False,
         shares_port: bool = False,
+        tls: FrontTls | None = None,
     ) -> None:
-        """Raises `StartupError` when the address is taken."""
+        """Raises `StartupError` when the address is taken, and for TLS files that cannot be read."""
         options = [
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -117,7 +119,10 @@ class GrpcFront:
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         try:
-            self.port = self._server.add_insecure_port(address)
+            if tls is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                self.port = self._server.add_secure_port(address, _credentials(tls))
         except RuntimeError:
             raise StartupError(
                 f"cannot listen on {address} for gRPC: in use or not allowed; choose another with --grpc-port"
@@ -137,6 +142,13 @@ class GrpcFront:
     async def stop(self, grace_s: float) -> None:
         """No new calls; those that run have `grace_s` to end."""
         await self._server.stop(grace_s)
+
+
+def _credentials(tls: FrontTls) -> grpc.ServerCredentials:
+    """Where clients are asked for certificates it is in the handshake: health checks need one too."""
+    pair = (tls.read(tls.key), tls.read(tls.certificate))
+    authority = None if tls.client_authority is None else tls.read(tls.client_authority)
+    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
 def _choice(update: ChoiceUpdate, tools: ToolCallReader | None) -> inference_pb2.GenerateChoice | None:

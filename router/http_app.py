@@ -58,6 +58,7 @@ def build_http_app(
     keys: ApiKeys | None,
     max_body_bytes: int,
     allowed_origins: Collection[str] = (),
+    asks_certificate: bool = False,
 ) -> AsgiApp:
     """The ASGI application of the router."""
     tokens = TokenService(service.encoder, service.limits)
@@ -91,7 +92,8 @@ def build_http_app(
     )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(TandemError, _tandem_error)
-    return HttpGuard(_GenerationFirst(generation, app), keys, AllowedOrigins(allowed_origins))
+    origins = AllowedOrigins(allowed_origins)
+    return HttpGuard(_GenerationFirst(generation, app), keys, origins, asks_certificate=asks_certificate)
 
 
 class _GenerationFirst:

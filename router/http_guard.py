@@ -2,7 +2,8 @@
 
 On loopback no key is needed, because a web page that the user visits must not be able to speak to the server either:
 Host has to name this machine, Origin (which browsers send) too or be allowed, and bodies have to be JSON, which no HTML
-form sends. With keys, every route but the probes needs one.
+form sends. With keys, every route but the probes needs one; where clients are asked for certificates, all but the
+probes need such a one too.
 """
 
 from __future__ import annotations
@@ -35,10 +36,21 @@ class Forbidden(ClientError):
     http_status = 403
 
 
+class ClientCertificateRequired(ClientError):
+    """The connection came without a certificate of the client's."""
+
+    code = "client_certificate_required"
+    http_status = 403
+
+
 class HttpGuard:
     """Wraps the application. `keys` None: loopback only, checked by Host and Origin."""
 
-    def __init__(self, app: AsgiApp, keys: ApiKeys | None, origins: AllowedOrigins) -> None:
+    def __init__(
+        self, app: AsgiApp, keys: ApiKeys | None, origins: AllowedOrigins, *, asks_certificate: bool = False
+    ) -> None:
+        """`asks_certificate`: the connection's own, which TLS has verified when there is one."""
+        self._asks_certificate = asks_certificate
         self._app = app
         self._keys = keys
         self._origins = origins
@@ -70,6 +82,8 @@ class HttpGuard:
         state = scope.setdefault("state", {})
         state["tenant"] = DEFAULT_TENANT
         state["is_operator"] = self._keys is None  # then only this machine is answered at all
+        if self._asks_certificate and not state.get("has_certificate") and scope["path"] not in OPEN_PATHS:
+            raise ClientCertificateRequired("this server asks for a client certificate (TLS), and none was shown")
         if self._keys is None:
             _check_loopback(scope, self._origins)
         elif scope["path"] not in OPEN_PATHS:

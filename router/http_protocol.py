@@ -54,6 +54,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._deadline_s: float | None = None  # on the loop's clock
         self._awaited = ("headers", 0.0)  # by then, and how long it may take
         self._client = ClientLink()
+        self._has_certificate = False
         self._reader_deadline: asyncio.TimerHandle | None = None
         self._num_header_bytes = 0
         self._is_in_headers = True
@@ -64,6 +65,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._responses = ResponseTransport(transport)
         super().connection_made(self._responses)
+        tls = transport.get_extra_info("ssl_object")
+        self._has_certificate = tls is not None and bool(tls.getpeercert())  # verified, or the handshake had failed
         self._arm(self.times.headers_s, "headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -113,7 +116,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_alone = self.cycle is None or self.cycle.response_complete  # nothing else is being answered here
         if is_alone and not self.expect_100_continue:
             self._responses.hold_next()
-        self.scope["state"]["client_link"] = self._client
+        self.scope["state"].update(client_link=self._client, has_certificate=self._has_certificate)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

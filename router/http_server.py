@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -19,7 +20,9 @@ BACKLOG = 2048
 class HttpServer:
     """Owned by the router process."""
 
-    def __init__(self, app: AsgiApp, bound: socket.socket, drain_timeout_s: float) -> None:
+    def __init__(
+        self, app: AsgiApp, bound: socket.socket, drain_timeout_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
@@ -34,6 +37,8 @@ class HttpServer:
             timeout_keep_alive=IDLE_TIMEOUT_S,
             timeout_graceful_shutdown=int(drain_timeout_s),
         )
+        config.load()
+        config.ssl = tls  # made and checked by `front_tls`, not from uvicorn's options
         self._server = _Server(config)
         self._socket = bound
         self._task: asyncio.Task[None] | None = None

@@ -176,6 +176,7 @@ def build_core(
         keys=keys,
         max_body_bytes=settings.max_body_bytes,
         allowed_origins=settings.allowed_origins,
+        asks_certificate=settings.ssl_ca_certs is not None,
     )
     return RouterCore(
         registry=registry,

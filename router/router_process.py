@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from cluster.chat_template import ChatTemplate, template_of_file
 from cluster.ended_tasks import end_tasks
 from cluster.errors import StartupError
+from cluster.front_tls import FrontTls
 from cluster.garbage import settle_objects
 from cluster.kv_events import KvEventReader
 from cluster.logs import configure_logs
@@ -55,6 +56,9 @@ class RouterProcess:
     def __init__(self, settings: RouterSettings) -> None:
         _refuse_open_address(settings)
         self._settings = settings
+        self._tls = FrontTls.of(settings)
+        if self._tls is not None:
+            self._tls.check()
         self._socket = bind_socket(
             settings.http_host, settings.http_port, "--http-port", shares_port=settings.shares_port
         )
@@ -66,7 +70,8 @@ class RouterProcess:
         tokenizer = load_tokenizer(model_path)
         limits = _limits(settings, tokenizer, settings.served_model_name or served_name(model_path))
         self._core = build_core(settings, tokenizer, _template(settings, tokenizer), limits, security, keys)
-        self._http = HttpServer(self._core.http_app, self._socket, DRAIN_TIMEOUT_S)
+        tls = None if self._tls is None else self._tls.context()
+        self._http = HttpServer(self._core.http_app, self._socket, DRAIN_TIMEOUT_S, tls)
         self._redis = RedisClient(settings.redis_url, settings.redis_password_file)
         self._view = MembershipView(self._redis, self._core.registry.on_membership_change)
         self._core.series.redis_up.set_function(lambda: self._view.is_redis_healthy)
@@ -123,6 +128,7 @@ class RouterProcess:
             settings.max_body_bytes,
             offers_reflection=settings.grpc_reflection,
             shares_port=settings.shares_port,
+            tls=self._tls,
         )
         await front.start()
         return front

@@ -46,6 +46,7 @@ def check(files: Annotated[list[Path], typer.Argument(help="cluster files")]) ->
 def _problems(config: ClusterConfig) -> list[str]:
     """What a start would stumble over on this machine, each with its key."""
     from cluster.errors import StartupError
+    from cluster.front_tls import FrontTls
     from deploy.autoscaler.policy_file import load_policy
     from deploy.cluster_plan import require_keys_on_open_address
     from deploy.yaml_settings import YamlSettingsError
@@ -57,6 +58,8 @@ def _problems(config: ClusterConfig) -> list[str]:
     looks.append(("router.host", partial(require_keys_on_open_address, config)))
     if (keys := config.router.api_keys_file) is not None:
         looks.append(("router.api_keys_file", partial(read_api_keys, keys)))
+    if (tls := FrontTls.of(config.router)) is not None:
+        looks.append(("router.ssl_certfile", tls.check))
     if (template := config.router.chat_template_file) is not None:
         looks.append(("router.chat_template_file", partial(_check_template, template)))
     if (policy := config.autoscale) is not None:

@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TextIO
 
 import typer
 
-from deploy.commands.options import DEFAULT_URL, EXIT_INTERRUPTED, ApiKey, Config, Url
+from deploy.commands.environment import variables_in_use
+from deploy.commands.options import DEFAULT_URL, EXIT_INTERRUPTED, ApiKey, CaFile, CertFile, Config, KeyFile, Url
 
 if TYPE_CHECKING:
     from deploy.client import ClusterClient, Question
@@ -38,7 +39,15 @@ Transport = Annotated[str | None, typer.Option(help="how KV travels, in order of
 Count = Annotated[int | None, typer.Option(help="worker processes of this role", min=0)]
 
 
+# Keys of a cluster's file that are called otherwise than their flag.
+_FLAG_OF_KEY = {
+    "prefill.workers": "prefill", "decode.workers": "decode", "aggregated.workers": "aggregated",
+    "transports": "transport", "router.allowed_origins": "allowed_origin", "router.model_aliases": "served_model_name",
+}  # fmt: skip
+
+
 def serve(
+    context: typer.Context,
     model_argument: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="the same as --model")] = None,
     config: Config = None,
     model: Model = None,
@@ -102,6 +111,17 @@ def serve(
     api_keys_file: Annotated[
         Path | None, typer.Option(help="keys of `tandem key create`: needed on an address that others can reach")
     ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="TLS of HTTP and gRPC: PEM with the certificate and what leads to its authority")
+    ] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM: the certificate's key, without a password")] = None,
+    ssl_ca_certs: Annotated[
+        Path | None, typer.Option(help="PEM: clients need a certificate that one of these authorities signed")
+    ] = None,
+    logs: Annotated[
+        Literal["files", "stderr", "json"],
+        typer.Option(help="of all processes: files only, or on stderr too, as text or JSON, with their names"),
+    ] = "files",
     redis_url: Annotated[str | None, typer.Option(help="your own Redis instead of the embedded one")] = None,
     seed: Annotated[int | None, typer.Option(help="base of the seeds of requests that name none")] = None,
     autoscale: Annotated[
@@ -115,7 +135,8 @@ def serve(
 ) -> None:
     """Start a cluster and serve until Ctrl-C.
 
-    One line with the URL is printed when it is ready. Flags override the file; whatever is started is stopped again.
+    One line with the URL is printed when it is ready. Flags override the environment (each flag's variable stands
+    beside it), that the file; whatever is started is stopped again.
 
     [dim]tandem serve[/dim]  one prefill and one decode worker, the default model
 
@@ -131,10 +152,15 @@ def serve(
 
     [dim]tandem serve --host 0.0.0.0 --api-keys-file keys.txt[/dim]  for others too; `tandem key create` makes a key
 
+    [dim]tandem serve --ssl-certfile cert.pem --ssl-keyfile key.pem[/dim]  https, and TLS for gRPC
+
     [dim]tandem serve --config cluster.yaml --transport tcp[/dim]
     """
     from deploy.config import DEFAULT_CLUSTER_FILE, load_cluster_config, override
 
+    variables = variables_in_use(context)
+    if model_argument and "model" in variables:
+        model = None
     if model_argument and model and model_argument != model:
         raise typer.BadParameter(f"{model_argument} and --model {model}: give one of them", param_hint="MODEL")
     flags = {
@@ -150,6 +176,7 @@ def serve(
         "router.policy": policy, "router.prefill_fallback": prefill_fallback,
         "decode.itl_slo_ms": itl_slo_ms, "aggregated.itl_slo_ms": itl_slo_ms,
         "router.host": host, "router.port": port, "router.grpc_port": grpc_port,
+        "router.ssl_certfile": ssl_certfile, "router.ssl_keyfile": ssl_keyfile, "router.ssl_ca_certs": ssl_ca_certs,
         "router.api_keys_file": api_keys_file, "redis.url": redis_url,
         "max_model_len": max_model_len, "router.chat_template_file": chat_template_file,
         "router.sampling_defaults": sampling_defaults,
@@ -159,7 +186,10 @@ def serve(
         "seed": seed, "autoscale": autoscale, "drain_timeout_s": drain_timeout_s, "link_bytes_per_s": link_bytes_per_s,
     }  # fmt: skip
     loaded = load_cluster_config(config or DEFAULT_CLUSTER_FILE)
-    asyncio.run(_serve(override(loaded, {key: value for key, value in flags.items() if value is not None}), ask))
+    given = {key: value for key, value in flags.items() if value is not None}
+    origins = {key: variables.get(_FLAG_OF_KEY.get(key, key.rpartition(".")[2]), "") for key in given}
+    cluster = override(loaded, given, {key: variable for key, variable in origins.items() if variable})
+    asyncio.run(_serve(cluster, ask, logs))
 
 
 def generate(
@@ -175,6 +205,9 @@ def generate(
         bool, typer.Option("--timeline", help="where the time went, and which worker did what")
     ] = False,
     api_key: ApiKey = "",
+    ca_file: CaFile = None,
+    cert_file: CertFile = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Ask once and stream the answer.
 
@@ -182,12 +215,13 @@ def generate(
 
     [dim]tandem generate --start "Why is the sky blue?"[/dim]  start one, ask, stop it
     """
-    from deploy.client import Question
+    from deploy.client import ClientTls, ClusterClient, Question
     from deploy.config import DEFAULT_CLUSTER_FILE, load_cluster_config, override
 
     question = Question(prompt, "" if start else model, max_tokens, temperature, seed)
     if not start:
-        asyncio.run(_ask(url, api_key, question, timeline))
+        client = ClusterClient(url, api_key, ClientTls(ca_file, cert_file, key_file))
+        asyncio.run(_ask(client, question, timeline))
         return
     flags = {"router.port": 0, **({"model": model} if model else {})}
     cluster = override(load_cluster_config(config or DEFAULT_CLUSTER_FILE), flags)
@@ -200,21 +234,31 @@ def _names(served: list[str] | None) -> dict[str, object]:
     return {"router.served_model_name": served[0], "router.model_aliases": tuple(served[1:])}
 
 
-async def _serve(config: ClusterConfig, ask: str) -> None:
-    from deploy.client import ClusterClient, Question
+async def _serve(config: ClusterConfig, ask: str, logs: Literal["files", "stderr", "json"]) -> None:
+    from cluster.logs import configure_logs
+    from deploy.client import Question
     from deploy.display import TerminalDisplay
+    from deploy.launcher import LocalLauncher
     from deploy.local_cluster import run_cluster
+    from deploy.log_stream import LogStream
 
     _fetch_absent(config)
+    stream = LogStream(sys.stderr, "json" if logs == "json" else "text")
+    own_lines = sys.stderr if logs == "files" else stream.of("tandem")
 
     async def while_serving(plan: ClusterPlan) -> None:
-        async with ClusterClient(plan.url) as client:
-            await _tell_second_choices(client)
+        async with _client_of(plan, config) as client:
+            await _tell_second_choices(client, own_lines)
             if ask:
                 await _stream(client, Question(ask), show_timeline=False)
         await asyncio.Event().wait()
 
-    await run_cluster(config, TerminalDisplay(), while_serving)
+    if logs == "files":
+        await run_cluster(config, TerminalDisplay(), while_serving)
+        return
+    configure_logs("supervisor", stream=own_lines)
+    display = TerminalDisplay(own_lines)
+    await run_cluster(config, display, while_serving, lambda directory, _: LocalLauncher(directory, stream))
 
 
 async def _ask_own_cluster(config: ClusterConfig, api_key: str, question: Question, show_timeline: bool) -> None:
@@ -226,7 +270,7 @@ async def _ask_own_cluster(config: ClusterConfig, api_key: str, question: Questi
 
     async def while_serving(plan: ClusterPlan) -> None:
         nonlocal answered
-        await _ask(plan.url, api_key, question, show_timeline)
+        await _ask(_client_of(plan, config, api_key), question, show_timeline)
         answered = True
 
     await run_cluster(config, TerminalDisplay(), while_serving)
@@ -245,20 +289,25 @@ def _fetch_absent(config: ClusterConfig) -> None:
             fetch_from_hub_if_absent(name, display)
 
 
-async def _tell_second_choices(client: ClusterClient) -> None:
-    """What runs otherwise than wanted, slower above all: a line each on stderr, where no key keeps us from asking."""
+async def _tell_second_choices(client: ClusterClient, out: TextIO) -> None:
+    """What runs otherwise than wanted, slower above all: a line each, where no key keeps us from asking."""
     from deploy.client import AnswerFailed, ClusterUnreachable
     from deploy.status_table import fallback_lines
 
     with contextlib.suppress(AnswerFailed, ClusterUnreachable):
         for line in fallback_lines(await client.status()):
-            typer.echo(line, err=True)
+            typer.echo(line, file=out)
 
 
-async def _ask(url: str, api_key: str, question: Question, show_timeline: bool) -> None:
-    from deploy.client import ClusterClient
+def _client_of(plan: ClusterPlan, config: ClusterConfig, api_key: str = "") -> ClusterClient:
+    """Of a cluster of our own, whose certificate we know as a file."""
+    from deploy.client import ClientTls, ClusterClient
 
-    async with ClusterClient(url, api_key) as client:
+    return ClusterClient(plan.url, api_key, ClientTls(config.router.ssl_certfile, names_host=False))
+
+
+async def _ask(client: ClusterClient, question: Question, show_timeline: bool) -> None:
+    async with client:
         await _stream(client, question, show_timeline)
 
 

@@ -14,6 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from cluster.front_tls import FrontTls
 from cluster.membership_state import ChangeKind, MembershipChange
 from cluster.router_settings import RouterSettings
 from router.grpc_front import GrpcFront
@@ -155,8 +156,10 @@ async def started(directory: Path, keys: ApiKeys | None = None, **values: object
     core = build_core(settings, tokenizer, chatml(), limits, SECURITY, keys)
     bound = bind_socket("127.0.0.1", 0, "--http-port")
     port = bound.getsockname()[1]
-    http = HttpServer(core.http_app, bound, drain_timeout_s=5)
+    tls = FrontTls.of(settings)
+    http = HttpServer(core.http_app, bound, drain_timeout_s=5, tls=None if tls is None else tls.context())
     http.start()
-    front = GrpcFront(core.grpc_servicer, "127.0.0.1:0", settings.max_body_bytes)
+    front = GrpcFront(core.grpc_servicer, "127.0.0.1:0", settings.max_body_bytes, tls=tls)
     await front.start()
-    return RunningRouter(core, f"http://127.0.0.1:{port}", f"127.0.0.1:{front.port}", directory, http, front)
+    scheme = "http" if tls is None else "https"
+    return RunningRouter(core, f"{scheme}://127.0.0.1:{port}", f"127.0.0.1:{front.port}", directory, http, front)
