@@ -159,22 +159,31 @@ class CacheView:
         """What each worker is believed to hold of this prompt; the last token is always computed."""
         now_s = self._clock()
         matched = self._index.match(hashes, now_s)
-        reached = self._reach.match(hashes, now_s) if self._reach.status().entries else {}
+        reached = self._reach.match(hashes, now_s) if self._reach.num_entries else {}
         if not matched and not reached:
             return CacheMatch({}, None, self._cause_of_no_match(hashes, block_tokens, num_tokens))
         most = max(0, num_tokens - 1)
-
-        def believed(worker_id: WorkerId, num_blocks: int) -> int:
-            return int(min(num_blocks * block_tokens, most) * self._confidence(worker_id))
-
-        tokens = {worker_id: believed(worker_id, num_blocks) for worker_id, num_blocks in matched.items()}
+        tokens = {
+            worker_id: self._believed(worker_id, num_blocks * block_tokens, most)
+            for worker_id, num_blocks in matched.items()
+        }
+        longest = hashes[max(matched.values()) - 1] if matched else None
+        if not reached:
+            return CacheMatch(tokens, longest)
         restorable = {
-            worker_id: believed(worker_id, num_blocks) - tokens.get(worker_id, 0)
+            worker_id: self._believed(worker_id, num_blocks * block_tokens, most) - tokens.get(worker_id, 0)
             for worker_id, num_blocks in reached.items()
             if num_blocks > matched.get(worker_id, 0)
         }
-        longest = hashes[max(matched.values()) - 1] if matched else None
         return CacheMatch(tokens, longest, restorable_tokens=restorable)
+
+    def _believed(self, worker_id: WorkerId, num_tokens: int, most: int) -> int:
+        """What so many tokens of the index are worth."""
+        belief = self._beliefs.get(worker_id)
+        if belief is None:
+            return 0
+        num_tokens = num_tokens if num_tokens < most else most
+        return num_tokens if belief.confidence == 1.0 else int(num_tokens * belief.confidence)
 
     def _cause_of_no_match(self, hashes: Sequence[BlockHash], block_tokens: int, num_tokens: int) -> str:
         """What an operator who wonders about it should look at first."""
@@ -182,7 +191,7 @@ class CacheView:
             return "no worker is known: nobody has said how long a block is"
         if not hashes:
             return f"its {num_tokens} tokens do not fill a block of {block_tokens}"
-        if not self._index.status().entries:
+        if not self._index.num_entries:
             return "no worker has told of a cached block yet: are its KV events published and read?"
         return "no worker holds its first block"
 
@@ -260,10 +269,6 @@ class CacheView:
                 for worker_id, belief in self._beliefs.items()
             },
         }
-
-    def _confidence(self, worker_id: WorkerId) -> float:
-        belief = self._beliefs.get(worker_id)
-        return 0.0 if belief is None else belief.confidence
 
     def _carry_out(self, worker_id: WorkerId, steps: Sequence[Step]) -> None:
         for step in steps:

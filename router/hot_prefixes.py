@@ -56,6 +56,11 @@ class HotPrefixes:
             self._asked.popitem(last=False)
         return asked.count
 
+    def is_due(self, prefix: BlockHash) -> bool:
+        """Whether so many have asked since the last copy that there may be another one: cheap, most requests' answer
+        is no."""
+        return self._asked[prefix].since_copy >= REQUESTS_PER_COPY
+
     def wants_copy(self, prefix: BlockHash, holders_share: float) -> bool:
         """Whether the request that was counted just now, for a prefix which this share of the workers hold, should go
         to another."""

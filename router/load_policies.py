@@ -14,11 +14,11 @@ from router.placement import (
     is_fallback,
 )
 from router.timing_model import TimingModel
-from router.worker_state import REPORT_FRESH_S, WorkerState
+from router.worker_state import FULL_POOL, REPORT_FRESH_S, WorkerState
 
 # A decode worker connects to these in turn when one fails: enough to survive a failure, few enough to send along.
 MAX_PREFILL_CHOICES = 3
-FULL_POOL, FULL_POOL_WEIGHT_MS = 0.85, 1e4
+FULL_POOL_WEIGHT_MS = 1e4
 LATE_SHARE = 0.1  # of a prompt's predicted time
 
 

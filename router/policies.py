@@ -6,12 +6,13 @@ import random
 from dataclasses import dataclass
 
 from cluster.router_settings import DEFAULT_DECODE_PRIOR_MS, DEFAULT_PREFILL_PRIOR_MS
-from router.cache_aware import CacheAware, CacheAwareSettings
+from router.cache_aware import CacheAware
 from router.load_policies import LeastLoaded, RoundRobin
 from router.placement import PlacementPolicy
 from router.power_of_two import PowerOfTwo
 from router.sticky_sessions import StickySessions
 from router.timing_model import TimingModel, TimingPrior
+from router.worker_scores import CacheAwareSettings
 
 DEFAULT_PRIOR = TimingPrior(DEFAULT_PREFILL_PRIOR_MS, DEFAULT_DECODE_PRIOR_MS)
 

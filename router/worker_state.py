@@ -16,6 +16,7 @@ from cluster.identity import Incarnation, WorkerId
 from router.circuit import CLOSED, Circuit
 
 RECENT_HALF_LIFE_S = 30.0
+FULL_POOL = 0.85  # of its blocks: above it requests are put back for want of some
 
 
 class Role(enum.Enum):
@@ -62,8 +63,10 @@ class WorkerState:
     reported_context_tokens: int = field(default=0, init=False)
     reported_queue_ms: float = field(default=0.0, init=False)
     used_tokens: int = field(default=0, init=False)  # of its KV pool
-    never_used_blocks: int = field(default=0, init=False)
     capacity_tokens: int = field(default=0, init=False)  # what its KV pool holds; 0 while it has not said
+    # A prompt of more than these evicts something; no bound while it has not said what its pool holds.
+    never_used_tokens: float = field(default=math.inf, init=False)
+    full_tokens: float = field(default=math.inf, init=False)  # of its pool: above these it puts requests back
     # What a prompt gets of its time beside streams, which are in time meanwhile; 0: all, and they wait.
     prefill_share: float = field(default=0.0, init=False)
     restore_ms_per_token: float = field(default=0.0, init=False)  # from a lower tier
@@ -85,7 +88,8 @@ class WorkerState:
 
     @property
     def num_in_flight(self) -> int:
-        return max(self.reported_in_flight, self.booked_requests)
+        reported, booked = self.reported_in_flight, self.booked_requests
+        return reported if reported > booked else booked  # a call of max() would be most of a decision's reads of it
 
     def share_beside(self, num_streams: int) -> float:
         """What of its time it has for a prompt beside so many streams."""
@@ -108,8 +112,10 @@ class WorkerState:
         self.reported_context_tokens = load.context_tokens
         self.reported_queue_ms = load.queue_ms
         self.used_tokens = (load.total_blocks - load.free_blocks) * self.block_tokens
-        self.never_used_blocks = load.free_blocks - load.cached_blocks
         self.capacity_tokens = load.total_blocks * self.block_tokens
+        never_used = (load.free_blocks - load.cached_blocks) * self.block_tokens
+        self.never_used_tokens = never_used if self.capacity_tokens else math.inf
+        self.full_tokens = FULL_POOL * self.capacity_tokens if self.capacity_tokens else math.inf
         self.prefill_share = load.prefill_share
         self.restore_ms_per_token = load.restore_ms_per_block / self.block_tokens if self.block_tokens else 0.0
         self.takes_requests = not (load.draining or load.admission_stopped)

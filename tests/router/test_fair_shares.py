@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from router.cache_aware import CacheAware, CacheAwareSettings
+from router.cache_aware import CacheAware
 from router.fading_counts import HALF_LIFE_S, MAX_HALF_LIVES, FadingCounts
 from router.fair_shares import PRICE, FairShares
 from router.policies import DEFAULT_PRIOR
 from router.timing_model import TimingModel
+from router.worker_scores import CacheAwareSettings
 from router.worker_state import Role
 from tests.router.placement_simulation import SimulatedCluster, worker
 

@@ -14,12 +14,13 @@ from tandem.v1 import worker_pb2
 from cluster.errors import NoWorkersAvailable
 from cluster.identity import BlockHash, WorkerId
 from router.bookings import Booking
-from router.cache_aware import CacheAware, CacheAwareSettings
+from router.cache_aware import CacheAware
 from router.hot_prefixes import HotPrefixes
 from router.load_policies import LeastLoaded, left_of_booked_ms
 from router.placement import ClusterSnapshot, Placement, PlacementPolicy, RequestView
 from router.policies import DEFAULT_PRIOR, choose_policy
 from router.timing_model import TimingModel
+from router.worker_scores import CacheAwareSettings
 from router.worker_state import Role, WorkerState
 from tests.router.placement_simulation import BLOCK_TOKENS, SimulatedCluster, worker
 

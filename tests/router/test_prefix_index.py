@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -35,7 +36,7 @@ def test_each_worker_is_matched_as_far_as_it_holds_the_chain() -> None:
 
 
 @pytest.mark.parametrize("held", [0, 1, 2, 3, 63, 64, 65, 2047, 2048])
-def test_galloping_finds_every_length(held: int) -> None:
+def test_halving_finds_every_length(held: int) -> None:
     index, blocks = PrefixIndex(), chain(2048)
     index.stored(A, blocks[:held])
     assert index.match(blocks, 0.0) == ({A: held} if held else {})
@@ -170,3 +171,25 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
 TestIndexAgainstModel = IndexAgainstModel.TestCase
 TestIndexAgainstModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_halving_finds_what_looking_at_every_block_finds(seed: int) -> None:
+    """Chains that many workers hold to many lengths, stored, expected or evicted from the end on, some restarted."""
+    chance = random.Random(seed)
+    index = PrefixIndex()
+    blocks = chain(chance.choice((1, 2, 3, 17, 256, 1000)))
+    held: dict[WorkerId, int] = {}
+    for number in range(chance.choice((1, 3, 40, 100))):
+        worker_id = WorkerId(f"worker-{number}")
+        stored, expected = (chance.choice((0, 1, chance.randrange(len(blocks) + 1), len(blocks))) for _ in range(2))
+        index.stored(worker_id, blocks[:stored])
+        index.speculate(worker_id, blocks[:expected], 0.0)
+        kept = chance.randrange(stored + 1) if chance.random() < 0.3 else stored
+        index.removed(worker_id, blocks[kept:stored])
+        if chance.random() < 0.1:
+            index.drop_worker(worker_id)
+            kept = expected = 0
+        held[worker_id] = max(kept, expected)
+    asked = [*blocks, *chain(chance.choice((0, 0, 1, 300)), "own")]
+    assert index.match(asked, 1.0) == {worker_id: count for worker_id, count in held.items() if count}
