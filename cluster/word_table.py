@@ -21,6 +21,7 @@ from cluster.tokenizer import Tokenizer
 
 # A word alone costs the tokenizer several times its share of a whole text.
 MAX_UNKNOWN_SHARE = 0.2
+MAX_UNKNOWN = 160  # some 0.8 ms, however long the text is
 # Tokens looked at in a row, some 0.6 ms: an event loop in the same process waits for that long at most, then it runs.
 _LOT, _PAUSE_S = 256, 0.0005
 _TRIAL_ALPHABETS = ("ab  '", "aB1 .", "x\n\r \t", "'sSdDvVeElLmMtT ", "0123456789 a", "!?/_-\x1c\x0b ", "Ab c\x00\x7f")
@@ -44,7 +45,9 @@ class WordTable:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def encode(self, text: str, max_unknown_share: float = MAX_UNKNOWN_SHARE) -> list[int] | None:
+    def encode(
+        self, text: str, max_unknown_share: float = MAX_UNKNOWN_SHARE, max_unknown: int = MAX_UNKNOWN
+    ) -> list[int] | None:
         """The ids of a text without special tokens of its own; None: better asked of the tokenizer as a whole."""
         if not text.isascii() or (self._added is not None and self._added.search(text)):
             return None
@@ -55,7 +58,7 @@ class WordTable:
         num_unknown = found.count(None)
         if not num_unknown:
             return cast("list[int]", found)
-        if num_unknown > max_unknown_share * len(words):
+        if num_unknown > min(max_unknown, max_unknown_share * len(words)):
             return None
         unknown = [word for word, token_id in zip(words, found, strict=True) if token_id is None]
         encoded = iter(self._tokenizer.encode_each(unknown))

@@ -2,7 +2,7 @@
 
 A chained hash names its whole prefix, so a worker that holds block i of a chain holds the blocks before it (a cache
 evicts leaves first). Holders of a prompt are found by halving: the set only shrinks along the chain, and where it is
-the same at both ends of a stretch, nothing in between needs a look. Of 2,048 blocks with ten different ends 70 are
+the same at both ends of a stretch, nothing in between needs a look. Of 2,048 blocks with ten different ends 80 are
 looked at.
 
 Sets are integers, one bit a slot. A slot belongs to one incarnation of one worker: a restart takes a new slot, and the

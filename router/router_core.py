@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -53,6 +54,7 @@ class RouterCore:
     """The parts that a process starts and stops. `stop` ends links and threads."""
 
     registry: WorkerRegistry
+    is_ready: Callable[[], bool]  # a request would be served now, and as fast as later ones
     service: GenerationService
     encoder: PromptEncoder
     grammars: GrammarChecker
@@ -163,6 +165,10 @@ def build_core(
         RequestLog(logs_all=settings.log_requests),
         decisions,
     )
+
+    def is_ready() -> bool:
+        return registry.is_ready and not encoder.is_learning
+
     uses_models = settings.sampling_defaults == "model"
     defaults = defaults_of_model(tokenizer.vocabulary.generation_config, limits) if uses_models else {}
     parser = RequestParser(limits, settings.default_max_tokens or None, tool_format, defaults)
@@ -172,7 +178,7 @@ def build_core(
         ClusterStatus(registry, service, security, cache_view),
         SharedMetrics(metrics_registry, siblings),
         decisions,
-        is_ready=lambda: registry.is_ready,
+        is_ready=is_ready,
         keys=keys,
         max_body_bytes=settings.max_body_bytes,
         allowed_origins=settings.allowed_origins,
@@ -180,6 +186,7 @@ def build_core(
     )
     return RouterCore(
         registry=registry,
+        is_ready=is_ready,
         service=service,
         encoder=encoder,
         grammars=grammars,

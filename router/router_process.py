@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 from cluster.chat_template import ChatTemplate, template_of_file
 from cluster.ended_tasks import end_tasks
@@ -85,6 +86,7 @@ class RouterProcess:
             stack.callback(signals.remove)
             stack.push_async_callback(self._redis.close)
             stack.push_async_callback(self._core.stop)
+            learning = self._core.encoder.learn_words()  # first of all: workers take longer to come
             self._view.start()
             stack.push_async_callback(self._view.stop)
             registration = Registration(self._redis, router_key(settings.router_id), self._core.record, HEARTBEAT_S)
@@ -97,10 +99,9 @@ class RouterProcess:
             grpc_front = await self._start_grpc()
             self._http.start()
             if grpc_front is not None:
-                reporter = asyncio.create_task(self._report_readiness(grpc_front), name="grpc-health")
+                reporter = asyncio.create_task(self._report_readiness(grpc_front, learning), name="grpc-health")
                 stack.callback(reporter.cancel)
             settle_objects()
-            self._core.encoder.learn_words()
             _log.info("router listens", extra={"address": f"{settings.http_host}:{settings.http_port}"})
             await signals.drain.wait()
             await self._drain(grpc_front, signals)
@@ -152,12 +153,13 @@ class RouterProcess:
         if grpc_front is not None:
             await grpc_front.stop(0)
 
-    async def _report_readiness(self, front: GrpcFront) -> None:
-        """Keeps the gRPC health service in step with the registry."""
+    async def _report_readiness(self, front: GrpcFront, learning: Future[None]) -> None:
+        """Keeps the gRPC health service in step with the registry, once the words are learned."""
         changed = asyncio.Event()
         self._core.registry.on_change(changed.set)
+        await asyncio.wait([asyncio.wrap_future(learning)])
         while True:
-            await front.set_ready(self._core.registry.is_ready and not self._core.service.is_draining)
+            await front.set_ready(self._core.is_ready() and not self._core.service.is_draining)
             await changed.wait()
             changed.clear()
 

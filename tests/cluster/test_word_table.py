@@ -17,7 +17,7 @@ from cluster.token_bytes import byte_level_bytes
 from cluster.tokenizer import Tokenizer, load_tokenizer
 from cluster.tokenizer_gguf import _LLAMA3_PATTERN, _QWEN2_PATTERN, _TEKKEN_PATTERN
 from cluster.vocabulary import Vocabulary
-from cluster.word_table import build_word_table
+from cluster.word_table import MAX_UNKNOWN, build_word_table
 
 TEXT = "It's the 1st of 2024: they'll have\n\n  been\tthere,  I'd SAY'VE...  (x_y == 3.14159)  and  so on\r\n "
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -83,6 +83,14 @@ def test_texts_that_are_better_tokenised_whole_are_left_alone() -> None:
     assert table.encode("the dög") is None
     assert table.encode("the <tool> dog") is None
     assert table.encode("zyxw vuts qpon") is None  # no word of them is a token
+
+
+def test_words_that_have_to_be_asked_for_are_few_however_long_the_text_is() -> None:
+    table = build_word_table(_tokenizer(CUTS["llama 3"]))
+    assert table is not None
+    unknown, known = " zyxw", " the lazy dog" * 500
+    assert table.encode(known + unknown * MAX_UNKNOWN) is not None
+    assert table.encode(known + unknown * (MAX_UNKNOWN + 1)) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import threading
 from pathlib import Path
 
 import httpx
@@ -11,6 +13,7 @@ import pytest
 from cluster.errors import StartupError
 from cluster.identity import Tenant
 from cluster.router_settings import RouterSettings
+from router import prompt_encoder
 from router.allowed_origins import AllowedOrigins
 from router.router_process import _refuse_open_address
 from router.tenants import ApiKeys, InvalidApiKey, read_api_keys, scope_key
@@ -94,6 +97,25 @@ async def test_s_b38_s_b6_every_route_and_method_needs_a_key_but_the_probes(star
         for probe in ("/readyz", "/health"):
             answer = await http.get(probe)
             assert (answer.status_code, answer.json()) == (200, {"status": "ready", "pools": {"aggregated": 1}})
+
+
+@pytest.mark.fronts("http")
+async def test_nobody_is_sent_here_while_the_words_are_learned(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests would share the interpreter with that, and the first ones of a cluster would be its slowest."""
+    router = await start_router()
+    await router.add_worker(router.new_worker("a", "aggregated"))
+    is_told = threading.Event()
+    monkeypatch.setattr(prompt_encoder, "build_word_table", lambda _: is_told.wait() and None)
+    learning = router.core.encoder.learn_words()
+    async with httpx.AsyncClient(base_url=router.url, timeout=60) as http:
+        assert (await http.get("/readyz")).status_code == 503
+        assert not router.core.is_ready()
+        is_told.set()
+        await asyncio.wrap_future(learning)
+        assert (await http.get("/readyz")).status_code == 200
+        assert router.core.is_ready()
 
 
 async def test_s_b37_right_keys_name_their_tenant_and_wrong_ones_are_401(start_router: StartRouter) -> None:

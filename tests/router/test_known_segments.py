@@ -15,7 +15,7 @@ from cluster.chat_template import ChatTemplate
 from cluster.tokenizer import Tokenizer, load_tokenizer
 from router.api_types import ChatPrompt
 from router.known_segments import CHARS_OF_A_SEGMENT, KnownSegments
-from router.prompt_encoder import PromptEncoder
+from router.prompt_encoder import MAX_LOOKED_UP_CHARS, PromptEncoder
 from tests.router.byte_tokenizer import byte_tokenizer, chatml
 
 PIECES = (
@@ -140,7 +140,10 @@ async def test_a_prompt_has_the_same_ids_when_its_words_are_looked_up(default_mo
     plain, learned = PromptEncoder(tokenizer, template), PromptEncoder(tokenizer, template)
     await asyncio.wrap_future(learned.learn_words())
     assert learned._words is not None
-    for content in ("The quick brown fox doesn't jump 12 times.  It sleeps.", "die Größe", "word " * 1_000, ""):
+    looked_up, tokenised = "word " * (MAX_LOOKED_UP_CHARS // 5 - 20), "word " * MAX_LOOKED_UP_CHARS
+    assert learned._looked_up([looked_up], len(looked_up)) is not None
+    assert learned._looked_up([tokenised], len(tokenised)) is None
+    for content in ("The quick brown fox doesn't jump 12 times.  It sleeps.", "die Größe", looked_up, tokenised, ""):
         prompt = ChatPrompt(({"role": "user", "content": content},))
         assert await learned.encode(prompt, b"a") == await plain.encode(prompt, b"a")
     plain.close()
