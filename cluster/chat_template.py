@@ -21,6 +21,9 @@ RENDER_TIMEOUT_S = 1.0
 # A template writes the conversation once, and around each message little; tools may be written as indented JSON.
 MAX_OUTPUT_FACTOR = 4
 MIN_OUTPUT_CHARS = 256 * 1024
+# Behind a message that shall be continued, with a space that shows whether the template trims. Characters for private
+# use; what a client's text has of them stands before it.
+_MARK = "\ue0f7\ue0f2"
 
 _TRIAL_CONVERSATION = [
     {"role": "user", "content": "a"},
@@ -87,13 +90,17 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         switches: Mapping[str, bool] | None = None,
+        is_continued: bool = False,
     ) -> str:
         """The prompt's text. `switches`: variables of the template's own, never what a request names freely.
 
+        `is_continued`: it ends where the last message's own text does, for who goes on with it.
         Raises `InvalidRequest` for a conversation that the template refuses or cannot write.
         """
+        if is_continued:
+            messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_MARK} "}]
         try:
-            return self._render(messages, tools, add_generation_prompt, switches or {})
+            text = self._render(messages, tools, add_generation_prompt, switches or {})
         except RefusedConversation as error:
             raise InvalidRequest(f"the model's chat template refuses: {error}", param="messages") from None
         except TemplateLimitExceeded as error:
@@ -103,6 +110,8 @@ class ChatTemplate:
                 f"the model's chat template cannot write these messages: {type(error).__name__}: {error}",
                 param="messages",
             ) from None
+
+        return _up_to_mark(text) if is_continued else text
 
     def _try_once(self) -> None:
         try:
@@ -128,6 +137,17 @@ class ChatTemplate:
         }
         max_chars = MIN_OUTPUT_CHARS + MAX_OUTPUT_FACTOR * (num_chars + len(str(tools or "")))
         return self._sandbox.render(self._template, values, max_chars=max_chars, timeout_s=RENDER_TIMEOUT_S)
+
+
+def _up_to_mark(text: str) -> str:
+    """What stands before the mark; without the spaces before it where the template trims messages."""
+    before, mark, behind = text.rpartition(_MARK)
+    if not mark:
+        raise InvalidRequest(
+            "the model's chat template does not write the last message as it is: it cannot be continued",
+            param="continue_final_message",
+        )
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def _refuse(message: str) -> NoReturn:

@@ -15,6 +15,8 @@ from cluster.errors import InvalidRequest, shown
 
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_TOKEN_IDS = 16
+MAX_BAD_WORDS = 64  # as token ids: a word may be written in two ways
+MAX_BAD_WORD_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_GUIDE_BYTES = 64 * 1024
 MAX_NUM_DRAFTS = 15
@@ -46,6 +48,8 @@ class SamplingParams:
     json_schema: str = ""
     regex: str = ""
     grammar: str = ""
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of each is not chosen behind the others
     speculation: str = ""  # one of SPECULATION_MODES; empty: the worker's default
     num_drafts: int = 0  # guesses in one step, at most; 0: the worker's default
 
@@ -102,6 +106,7 @@ class SamplingParams:
             raise InvalidRequest("stop_token_ids has too many entries", param="stop_token_ids")
         for token_id in self.stop_token_ids:
             _token_id("stop_token_ids", token_id, vocab_size)
+        self._check_limited_tokens(vocab_size)
         if sum(map(bool, (self.json_schema, self.regex, self.grammar))) > 1:
             raise InvalidRequest("only one of json_schema, regex, grammar may be set", param="response_format")
         if self.speculation and self.speculation not in SPECULATION_MODES:
@@ -114,6 +119,33 @@ class SamplingParams:
             self._check_guide(*self.guide)
         return self
 
+    def _check_limited_tokens(self, vocab_size: int) -> None:
+        """What may be chosen must leave something to choose."""
+        allowed, bad_words = set(self.allowed_token_ids), self.bad_words
+        if len(self.allowed_token_ids) > vocab_size:
+            raise InvalidRequest("allowed_token_ids has too many entries", param="allowed_token_ids")
+        for token_id in allowed:
+            _token_id("allowed_token_ids", token_id, vocab_size)
+        if len(bad_words) > MAX_BAD_WORDS or not all(1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in bad_words):
+            raise InvalidRequest(
+                f"bad_words has too many entries, an empty one, or one of more than {MAX_BAD_WORD_TOKENS} tokens",
+                param="bad_words",
+            )
+        for word in bad_words:
+            for token_id in word:
+                _token_id("bad_words", token_id, vocab_size)
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name) and self.guide is not None:
+                raise InvalidRequest(f"{name} contradicts {self.guide[0]}: both say which tokens may come", param=name)
+        # Words of several tokens are left out here: what they forbid depends on what came before.
+        refused = {word[0] for word in bad_words if len(word) == 1}
+        refused |= set(self.stop_token_ids) if self.min_tokens else set()
+        if allowed and allowed <= refused:
+            raise InvalidRequest(
+                "allowed_token_ids leaves no token: bad_words, or min_tokens and what ends the answer, forbid them",
+                param="allowed_token_ids",
+            )
+
     def _check_guide(self, kind: str, text: str) -> None:
         """A fulfilled constraint must be able to end: nothing else may follow it."""
         if len(text.encode()) > MAX_GUIDE_BYTES:
@@ -124,13 +156,17 @@ class SamplingParams:
             raise InvalidRequest(f"min_tokens contradicts {kind}: a complete answer ends", param="min_tokens")
 
     def to_proto(self) -> common_pb2.SamplingParams:
-        return common_pb2.SamplingParams(**{name: getattr(self, name) for name in self.__slots__})
+        values = {name: getattr(self, name) for name in self.__slots__}
+        values["bad_words"] = [common_pb2.TokenSequence(ids=word) for word in self.bad_words]
+        return common_pb2.SamplingParams(**values)
 
     @classmethod
     def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
         values = {name: getattr(message, name) for name in cls.__slots__}
         values["logit_bias"] = dict(message.logit_bias)
         values["stop_token_ids"] = tuple(message.stop_token_ids)
+        values["allowed_token_ids"] = tuple(message.allowed_token_ids)
+        values["bad_words"] = tuple(tuple(word.ids) for word in message.bad_words)
         return cls(**values)
 
 

@@ -42,6 +42,7 @@ from engine.noise import (
 from engine.penalties import PenalisedRow, TokenCounts, apply_penalties
 from engine.rejection import Float64Array, draw_after_guesses, probabilities_of
 from engine.request import PositionLogprobs
+from engine.token_limits import NOTHING_LEFT, TokenLimits
 
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
@@ -61,6 +62,7 @@ class SamplerState:
         self.counts = TokenCounts(num_prompt_tokens) if params.has_penalties else None
         self.bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
         self.bias_values = np.array(list(params.logit_bias.values()), dtype=np.float32)
+        self.limits = TokenLimits(params) if params.allowed_token_ids or params.bad_words else None
         self.stop_ids = np.array(params.stop_token_ids, dtype=np.int64)
         self.has_filter = has_filter(params)
         self.temperature = max(np.float32(params.temperature), SMALLEST_TEMPERATURE)
@@ -71,6 +73,7 @@ class SamplerState:
             and params.min_tokens == 0
             and params.logprobs == NO_LOGPROBS
             and grammar is None
+            and self.limits is None
         )
 
 
@@ -152,17 +155,23 @@ def _constrain(logits: torch.Tensor, rows: Sequence[SampleRow]) -> dict[int, str
     """Forbids, in place, what a row's constraint does not allow next. Gives the rows that failed, and why."""
     strayed: dict[int, str] = {}
     for index, row in enumerate(rows):
-        if row.state.grammar is None:
+        grammar, limits, forbidden = row.state.grammar, row.state.limits, None
+        if grammar is None and limits is None:
             continue
-        try:
-            forbidden = row.state.grammar.forbidden(row.token_ids, row.num_drafts)
-        except EngineFailure as error:
-            strayed[index] = error.message
-            continue
+        if grammar is not None:
+            try:
+                forbidden = grammar.forbidden(row.token_ids, row.num_drafts)
+            except EngineFailure as error:
+                strayed[index] = error.message
+                continue
         if not torch.isfinite(logits[index].max()):  # a mask must not hide that the model is broken
             strayed[index] = NO_DISTRIBUTION
         elif forbidden is not None:
             logits[index].masked_fill_(torch.from_numpy(forbidden).to(logits.device), -torch.inf)
+        elif limits is not None:
+            limits.forbid(logits[index], row.token_ids, row.num_generated)
+            if not torch.isfinite(logits[index].max()):
+                strayed[index] = NOTHING_LEFT
     return strayed
 
 

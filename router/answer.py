@@ -47,6 +47,7 @@ class ChoiceUpdate:
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string or token that ended it; None: end-of-sequence, or length
     prompt_logprobs: Sequence[common_pb2.PositionLogprobs] = ()  # with the first token, when asked for
+    generated_ids: Sequence[int] = ()  # all that usage counts, shown or not, when asked for
 
 
 @dataclass(slots=True)
@@ -66,6 +67,8 @@ class _Choice:
     sequence: RunningSequence
     text: ChoiceText
     end_ids: frozenset[int]  # the model's own: no stop reason
+    shows_stop: bool  # what ends the text is part of it
+    lists_ids: bool  # of its tokens, as they were generated
     has_ended: bool = False
 
 
@@ -96,8 +99,16 @@ class Answer:
         self.inbox = AnswerInbox(self._overflow)
         self.usage.prompt_tokens = sum(self.prompt_lengths)
 
-    def add_choice(self, sequence: RunningSequence, text: ChoiceText, end_ids: frozenset[int]) -> None:
-        self._choices.append(_Choice(sequence, text, end_ids))
+    def add_choice(
+        self,
+        sequence: RunningSequence,
+        text: ChoiceText,
+        end_ids: frozenset[int],
+        *,
+        shows_stop: bool = False,
+        lists_ids: bool = False,
+    ) -> None:
+        self._choices.append(_Choice(sequence, text, end_ids, shows_stop, lists_ids))
 
     @property
     def num_added(self) -> int:
@@ -189,7 +200,7 @@ class Answer:
         shown_ids = token_ids
         is_stopped_by_token = event is not None and event.has_stop_token
         if event is not None and event.has_stop_token and token_ids and token_ids[-1] == event.stop_token_id:
-            shown_ids = token_ids[:-1]  # counted, not shown
+            shown_ids = token_ids if choice.shows_stop else token_ids[:-1]  # counted, not shown
         num_before = choice.text.num_tokens
         choice.text.push(shown_ids, event.logprobs if event is not None else ())
         num_used = choice.text.num_tokens - num_before
@@ -209,8 +220,9 @@ class Answer:
         self.usage.completion_tokens += num_used
         prompt_logprobs = self._note_event(update.index, event) if event is not None else ()
         delta = choice.text.take()
-        if delta or finish_reason is not None or prompt_logprobs:
-            new = ChoiceUpdate(update.index, delta, finish_reason, stop_reason, prompt_logprobs)
+        listed = token_ids[:num_used] if choice.lists_ids else ()
+        if delta or finish_reason is not None or prompt_logprobs or listed:
+            new = ChoiceUpdate(update.index, delta, finish_reason, stop_reason, prompt_logprobs, listed)
             batch[update.index] = _joined(batch.get(update.index), new)
         return num_used
 
@@ -256,7 +268,12 @@ def _joined(earlier: ChoiceUpdate | None, new: ChoiceUpdate) -> ChoiceUpdate:
     else:
         delta = TextDelta(earlier.delta.text + new.delta.text, (*earlier.delta.tokens, *new.delta.tokens))
     return ChoiceUpdate(
-        new.index, delta, new.finish_reason, new.stop_reason, earlier.prompt_logprobs or new.prompt_logprobs
+        new.index,
+        delta,
+        new.finish_reason,
+        new.stop_reason,
+        earlier.prompt_logprobs or new.prompt_logprobs,
+        (*earlier.generated_ids, *new.generated_ids),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 from cluster.sampling_params import NO_LOGPROBS, TOP_K_OFF
 
+WHAT_FITS = -1  # of truncate_prompt_tokens
+
 
 class ApiKind(enum.Enum):
     """Which shape the answer has. The value begins the request's id, as at OpenAI."""
@@ -35,6 +37,8 @@ class ChatPrompt:
     messages: tuple[Mapping[str, Any], ...]  # role, content as text, name, tool calls with their arguments as objects
     tools: tuple[Tool, ...] = ()
     enables_thinking: bool | None = None  # None: as the template has it
+    is_continued: bool = False  # the answer goes on where the last message, the assistant's, ends
+    has_generation_prompt: bool = True  # what begins the assistant's turn stands at the end
 
 
 Prompt: TypeAlias = TextPrompt | TokenPrompt | ChatPrompt
@@ -109,12 +113,19 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[str, ...] = ()
     guide: Guide | None = None
     described: tuple[Guide, ...] = ()  # schemas of tools: checked, whether they guide or only describe
     tool_use: ToolUse | None = None
     logprobs: int = NO_LOGPROBS
     prompt_logprobs: int = NO_LOGPROBS
     echo: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int = 0  # 0: whole; WHAT_FITS: what leaves room for the answer
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     is_streamed: bool = False
     includes_usage: bool = False
     has_continuous_usage: bool = False

@@ -50,11 +50,14 @@ class ChoiceText:
         *,
         min_tokens: int = 0,
         keeps_tokens: bool = False,
+        shows_stop: bool = False,
     ) -> None:
+        """`shows_stop`: the stop string that ends the text is its end."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self._keeps_tokens = keeps_tokens
+        self._shows_stop = shows_stop
         self._tokens: deque[ShownToken] = deque()
         self._pending = ""  # text that was not taken yet
         self._num_taken = 0  # characters
@@ -95,7 +98,8 @@ class ChoiceText:
     def take(self) -> TextDelta:
         """What became visible since the last call."""
         is_final = self._is_finished or self.matched_stop is not None
-        num_held = 0 if is_final or self._matcher is None else self._matcher.num_held
+        # A stop string that is shown anyhow need not be told from other text before it is whole.
+        num_held = 0 if is_final or self._shows_stop or self._matcher is None else self._matcher.num_held
         num_visible = len(self._pending) - num_held
         tokens: list[ShownToken] = []
         if self._keeps_tokens:
@@ -127,9 +131,10 @@ class ChoiceText:
         if match is None:
             return
         self.matched_stop = match.stop
-        self._pending = self._pending[: match.start - self._num_taken]
+        end = match.start + len(match.stop) if self._shows_stop else match.start
+        self._pending = self._pending[: end - self._num_taken]
         # A token that lies in the stop string whole is not shown; one that begins before it ends where the text does.
-        while self._tokens and self._tokens[-1].start >= match.start:
+        while self._tokens and self._tokens[-1].start >= end:
             self._tokens.pop()
         if self._tokens:
-            self._tokens[-1].end = min(self._tokens[-1].end, match.start)
+            self._tokens[-1].end = min(self._tokens[-1].end, end)

@@ -39,6 +39,12 @@ class Conversation:
     def last_role(self) -> str:
         return str(self._messages[-1]["role"]) if self._messages else ""
 
+    @property
+    def ends_with_calls(self) -> bool:
+        """Whether the last message is one of the assistant's with calls, or without anything."""
+        last = self._messages[-1] if self._messages else {}
+        return last.get("role") == "assistant" and bool(last.get("tool_calls") or not last["content"])
+
     def messages(self, limits: ServingLimits, param: str) -> tuple[Mapping[str, Any], ...]:
         """Raises `ContextLengthExceeded` for what cannot fit, before anything is tokenised."""
         if not self._messages:

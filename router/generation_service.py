@@ -22,7 +22,7 @@ from cluster.tokenizer import Tokenizer
 from cluster.tracing import Tracing
 from router.admission import Admission, Arrival
 from router.answer import Answer, RequestTimes
-from router.api_types import ChatPrompt, GenerationRequest
+from router.api_types import WHAT_FITS, ChatPrompt, GenerationRequest
 from router.choice_text import ChoiceText
 from router.decision_log import DecisionLog
 from router.detokenizer import Detokenizer
@@ -175,7 +175,9 @@ class GenerationService:
         for guide in (*request.described, *(() if request.guide is None else (request.guide,))):
             await self._grammars.check(guide.kind, guide.text, guide.param)
         key = scope_key(self._policy.scope_secret, tenant, request.cache_salt)
-        prompts = [await self.encoder.encode(prompt, key) for prompt in request.prompts]
+        prompts = [
+            _truncated(await self.encoder.encode(prompt, key), request, self.limits) for prompt in request.prompts
+        ]
         self.metrics.demand.encoded([len(token_ids) for token_ids in prompts])
         deadline_s = times.admitted_s + (request.timeout_s or self._policy.request_timeout_s)
         answer = Answer(
@@ -238,12 +240,23 @@ class GenerationService:
             ignore_eos=request.ignore_eos,
             logprobs=request.logprobs,
             prompt_logprobs=prompt_logprobs,
+            allowed_token_ids=request.allowed_token_ids,
+            bad_words=self._written_ways(request.bad_words),
             speculation=request.speculation,
             num_drafts=request.num_drafts,
         )
         if request.guide is not None:
             sampling = sampling.guided_by(request.guide.kind, request.guide.text)
         return sampling.checked(self.tokenizer.vocab_size)
+
+    def _written_ways(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of each word, as it begins a text and as it follows a space."""
+        ways = (
+            tuple(self.tokenizer.encode(text, add_special_tokens=False))
+            for word in words
+            for text in (word.lstrip(), f" {word.lstrip()}")
+        )
+        return tuple(dict.fromkeys(way for way in ways if way))
 
     async def _block_hashes(self, token_ids: list[int], key: bytes) -> list[BlockHash]:
         """Only for a policy that looks at caches."""
@@ -252,10 +265,25 @@ class GenerationService:
 
     def _add_choice(self, answer: Answer, request: GenerationRequest, spec: SequenceSpec) -> None:
         text = ChoiceText(
-            Detokenizer(self.tokenizer.token_bytes, self.tokenizer.special_ids),
+            Detokenizer(self.tokenizer.token_bytes, self.tokenizer.special_ids if request.skip_special_tokens else ()),
             request.stop,
             min_tokens=request.min_tokens,
             keeps_tokens=request.keeps_tokens,
+            shows_stop=request.include_stop_str_in_output,
         )
         sequence = Sequence(spec=spec, sink=answer.inbox, mover=self._dispatcher)
-        answer.add_choice(sequence, text, self.tokenizer.end_ids)
+        answer.add_choice(
+            sequence,
+            text,
+            self.tokenizer.end_ids,
+            shows_stop=request.include_stop_str_in_output,
+            lists_ids=request.return_token_ids,
+        )
+
+
+def _truncated(token_ids: list[int], request: GenerationRequest, limits: ServingLimits) -> list[int]:
+    """The prompt's last tokens, as many as were asked for, or as leave room for the answer."""
+    num_kept = request.truncate_prompt_tokens
+    if num_kept == WHAT_FITS:
+        num_kept = max(1, limits.max_model_len - (request.max_tokens or 1))
+    return token_ids[-num_kept:] if num_kept else token_ids

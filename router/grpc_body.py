@@ -18,6 +18,7 @@ from router.json_body import parse_json_object
 _OPTIONAL_FIELDS = (
     "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "n", "min_tokens", "priority", "num_drafts", "parallel_tool_calls",
+    "skip_special_tokens", "truncate_prompt_tokens", "add_generation_prompt",
 )  # fmt: skip
 # What constrains the answer, and what HTTP calls it.
 _GUIDES = {"json_schema": "guided_json", "regex": "guided_regex", "grammar": "guided_grammar"}
@@ -30,14 +31,14 @@ def body_of(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
     body.update({field: getattr(request, name) for name, field in _GUIDES.items() if getattr(request, name)})
     if request.logit_bias:
         body["logit_bias"] = {str(token_id): bias for token_id, bias in request.logit_bias.items()}
-    if request.stop:
-        body["stop"] = list(request.stop)
-    if request.stop_token_ids:
-        body["stop_token_ids"] = list(request.stop_token_ids)
+    for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+        if values := getattr(request, name):
+            body[name] = list(values)
     for name in ("user", "cache_salt", "speculation"):
         if getattr(request, name):
             body[name] = getattr(request, name)
-    body["ignore_eos"] = request.ignore_eos
+    for name in ("ignore_eos", "include_stop_str_in_output", "continue_final_message"):
+        body[name] = getattr(request, name)
     match request.WhichOneof("prompt"):
         case "text":
             body["prompt"] = request.text

@@ -15,6 +15,7 @@ from typing import Any
 
 from cluster.errors import ContextLengthExceeded, InvalidRequest, RequestExceedsKvCapacity
 from cluster.sampling_params import (
+    MAX_BAD_WORDS,
     MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_NUM_DRAFTS,
@@ -22,11 +23,13 @@ from cluster.sampling_params import (
     SPECULATION_MODES,
     TOP_K_OFF,
 )
+from router.api_types import WHAT_FITS
 from router.field_rules import (
     Flag,
     Integer,
     ListOf,
     LogitBias,
+    NotOffered,
     Number,
     OneOf,
     OnlyValue,
@@ -65,7 +68,7 @@ INTERNAL_FIELDS = frozenset(
         "remote_block_ids", "bootstrap_host", "bootstrap_port", "bootstrap_room", "disaggregated_params",
         "data_parallel_rank", "dp_rank", "tp_rank", "block_ids", "block_hashes", "hash_ids", "prefill", "placement",
         "generated_token_ids", "fence", "scope_key", "traceparent", "request_id", "transfer_id", "prompt_embeds",
-        "input_embeds", "embeddings", "chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs",
+        "input_embeds", "embeddings", "chat_template_kwargs", "documents", "mm_processor_kwargs",
     }
 )  # fmt: skip
 # OpenAI's and vLLM's fields that are known and not offered.
@@ -75,9 +78,7 @@ UNSUPPORTED_FIELDS = frozenset(
         "guided_decoding_backend", "guided_whitespace_pattern", "suffix", "best_of", "modalities",
         "audio", "prediction", "reasoning_effort", "web_search_options", "store", "metadata",
         "verbosity", "use_beam_search", "length_penalty",
-        "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "bad_words",
-        "truncate_prompt_tokens", "add_generation_prompt", "continue_final_message", "add_special_tokens",
-        "return_token_ids", "return_tokens_as_token_ids", "allowed_token_ids", "logits_processors",
+        "add_special_tokens", "logits_processors", "add_generation_prompt", "continue_final_message", "chat_template",
     }
 )  # fmt: skip
 
@@ -115,6 +116,8 @@ def chat_fields(limits: ServingLimits) -> dict[str, Rule]:
         "parallel_tool_calls": Flag(),
         **accepted_hints(),
         "chat_template_kwargs": TemplateOptions(),
+        "add_generation_prompt": Flag(),
+        "continue_final_message": Flag(),
     }
 
 
@@ -212,8 +215,17 @@ def _shared_fields(limits: ServingLimits) -> dict[str, Rule]:
         "seed": Integer(-(2**63), 2**63 - 1),
         "stop": ListOf(Text(1, MAX_STOP_CHARS), MAX_STOP_STRINGS, accepts_single=True),
         "stop_token_ids": ListOf(TokenId(limits.vocab_size), MAX_STOP_TOKEN_IDS),
+        "allowed_token_ids": ListOf(TokenId(limits.vocab_size), limits.vocab_size, min_items=1),
+        "bad_words": ListOf(Text(1, MAX_STOP_CHARS), MAX_BAD_WORDS // 2),
         "min_tokens": Integer(0, limits.max_model_len),
         "ignore_eos": Flag(),
+        "include_stop_str_in_output": Flag(),
+        "skip_special_tokens": Flag(),
+        # Text is the tokens' bytes one after the other: no spaces are put between any, which either value asks for.
+        "spaces_between_special_tokens": Flag(),
+        "truncate_prompt_tokens": Integer(1, limits.max_model_len, also=(WHAT_FITS,)),
+        "return_token_ids": Flag(),
+        "return_tokens_as_token_ids": Flag(),
         "response_format": ResponseFormat(),
         "guided_json": GuidedJson(),
         "guided_regex": GUIDED_REGEX,
@@ -247,23 +259,17 @@ def _refuse(name: str, value: object, rules: Mapping[str, Rule]) -> None:
     raise unknown_parameter(name)
 
 
-_SPECIAL_TOKENS = "special tokens are not part of the text"
 # Values that ask for what happens anyhow: libraries write defaults of their own into every request.
 _NEUTRAL_VALUES: dict[str, Rule] = {
     "tool_choice": OnlyValue("none", "tools belong to a chat"),
     "tools": OnlyValue([], "tools belong to a chat"),
     "best_of": OnlyValue(1, "this server returns every choice it generates; use n"),
     "store": OnlyValue(False, "this server stores nothing"),
-    "skip_special_tokens": OnlyValue(True, _SPECIAL_TOKENS),
-    "spaces_between_special_tokens": OnlyValue(True, _SPECIAL_TOKENS),
-    "include_stop_str_in_output": OnlyValue(False, "what stops an answer is not part of it"),
-    "add_generation_prompt": OnlyValue(True, "an answer is a message of its own"),
-    "continue_final_message": OnlyValue(False, "an answer is a message of its own"),
+    "add_generation_prompt": OnlyValue(True, "it belongs to a chat"),
+    "continue_final_message": OnlyValue(False, "it belongs to a chat"),
+    "chat_template": NotOffered("templates are the operator's: --chat-template-file"),
     "use_beam_search": OnlyValue(False, "this server samples"),
     "length_penalty": OnlyValue(1.0, "it belongs to beam search"),
-    "return_token_ids": OnlyValue(False, "over HTTP answers are text; the gRPC front gives token ids"),
-    "return_tokens_as_token_ids": OnlyValue(False, "over HTTP answers are text; the gRPC front gives token ids"),
-    "bad_words": OnlyValue([], "use logit_bias"),
     "logits_processors": OnlyValue([], "no code of clients runs here"),
     "modalities": OnlyValue(["text"], "only text is generated"),
     "reasoning_effort": OnlyValue("none", "chat_template_kwargs has enable_thinking, where the model has it"),

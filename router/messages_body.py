@@ -38,7 +38,8 @@ _OWNER = b"count_tokens"  # texts that are only counted make nobody's generation
 _SAME_FIELDS = (
     "model", "stream", "temperature", "top_p", "top_k",
     "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop_token_ids",
-    "min_tokens", "ignore_eos", "cache_salt", "speculation", "num_drafts", "priority",
+    "min_tokens", "ignore_eos", "cache_salt", "speculation", "num_drafts", "priority", "include_stop_str_in_output",
+    "skip_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 
@@ -60,7 +61,13 @@ class MessagesParser:
         """What the same body's prompt has: `{"input_tokens"}`."""
         values, messages = self._read(body)
         use = tool_use(values)
-        prompt = ChatPrompt(messages, () if use is None else use.tools)
+        is_continued = values.get("continue_final_message", False)
+        prompt = ChatPrompt(
+            messages,
+            () if use is None else use.tools,
+            is_continued=is_continued,
+            has_generation_prompt=not is_continued,
+        )
         return {"input_tokens": len(await encoder.encode(prompt, _OWNER))}
 
     def _read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Mapping[str, Any], ...]]:
@@ -78,6 +85,8 @@ class MessagesParser:
             chat["response_format"] = guide
         if user := values.get("metadata", {}).get("user_id"):
             chat["user"] = user
+        if conversation.last_role == "assistant":
+            chat["continue_final_message"] = True  # the client has begun the answer
         return {**chat, **values.get("tool_choice", {})}, conversation.messages(self._parser.limits, "messages")
 
 
@@ -120,9 +129,10 @@ def _read_turns(value: Any, conversation: Conversation) -> None:
         param = f"messages[{index}]"
         turn = Record({"role": OneOf(ROLES), "content": AnyValue()}, ("role", "content")).check(message, param)
         _read_turn(turn["role"], turn["content"], f"{param}.content", conversation)
-    if conversation.last_role == "assistant":
-        raise unsupported_parameter(
-            f"messages[{len(value) - 1}]", "the last message is the assistant's; a beginning is not continued here"
+    if conversation.ends_with_calls:
+        raise InvalidRequest(
+            "the last message is the assistant's and has calls: their results are missing",
+            param=f"messages[{len(value) - 1}]",
         )
 
 

@@ -21,7 +21,7 @@ from router.answer import Answer, ChoiceUpdate, Usage
 from router.api_types import ApiKind, GenerationRequest, TextPrompt
 from router.choice_text import ShownToken
 from router.http_errors import error_event
-from router.openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from router.openai_logprobs import chat_logprobs, completion_logprobs, id_as_name, prompt_logprobs
 from router.openai_tools import ToolCallReader, delta_json, whole_calls
 from router.tool_format import ToolFormat
 
@@ -84,6 +84,8 @@ class OpenAiWriter:
             "choices": [self._whole_choice(index, parts) for index, parts in enumerate(by_choice)],
             "usage": usage_json(self._answer.usage),
         }
+        if self._request.return_token_ids and self._is_chat:
+            body["prompt_token_ids"] = list(self._answer.specs[0].token_ids)
         if self._request.wants_timeline:
             body["tandem"] = {"timeline": timeline_json(self._answer)}
         return json.dumps(body).encode()
@@ -98,7 +100,7 @@ class OpenAiWriter:
         finish_reason, tool_delta = update.finish_reason, None
         if self._tools is not None:
             tool_delta = self._tools.read(update.index, text, is_last=finish_reason is not None)
-            if not (tool_delta or finish_reason or update.delta.tokens):
+            if not (tool_delta or finish_reason or update.delta.tokens or update.generated_ids):
                 return ""  # held back until it shows whether it is a call
             finish_reason = self._tools.finish_reason(update.index, finish_reason)
         is_first = update.index not in self._begun
@@ -119,6 +121,11 @@ class OpenAiWriter:
             content = f'"delta":{{{role}"content":{quoted(text)}}}'
         else:
             content = f'"text":{quoted(text)}'
+        if self._request.return_token_ids:
+            stop += f',"token_ids":{json.dumps(list(update.generated_ids))}'
+            if is_first:
+                prompt_ids = f',"prompt_token_ids":{json.dumps(list(self._answer.specs[update.index].token_ids))}'
+                stop, tail = (stop, prompt_ids + tail) if self._is_chat else (stop + prompt_ids, tail)
         return (
             f'{self._head}"choices":[{{"index":{update.index},{content},"logprobs":{logprobs},'
             f'"finish_reason":{finish}{stop}}}]{tail}'
@@ -150,6 +157,10 @@ class OpenAiWriter:
         reason = last.finish_reason
         choice["finish_reason"] = reason if self._tools is None else self._tools.finish_reason(index, reason)
         choice["stop_reason"] = last.stop_reason
+        if self._request.return_token_ids:
+            choice["token_ids"] = [token_id for part in parts for token_id in part.generated_ids]
+            if not self._is_chat:
+                choice["prompt_token_ids"] = list(self._answer.specs[index].token_ids)
         if self._request.prompt_logprobs >= 0:
             spec = self._answer.specs[index]
             choice["prompt_logprobs"] = prompt_logprobs(
@@ -160,8 +171,9 @@ class OpenAiWriter:
     def _logprobs(
         self, index: int, tokens: Sequence[ShownToken], echoed: Sequence[common_pb2.PositionLogprobs]
     ) -> dict[str, Any]:
+        name = id_as_name if self._request.return_tokens_as_token_ids else None
         if self._is_chat:
-            return chat_logprobs(self._tokenizer, tokens, self._request.logprobs)
+            return chat_logprobs(self._tokenizer, tokens, self._request.logprobs, name)
         prompt_ids = self._answer.specs[index].token_ids if self._request.echo else ()
         return completion_logprobs(
             self._tokenizer,
@@ -170,11 +182,12 @@ class OpenAiWriter:
             prompt_ids=prompt_ids if echoed else (),
             prompt_positions=echoed,
             text_start=len(self._echo_text(index)) if self._request.echo else 0,
+            name=name,
         )
 
     def _echo_text(self, index: int) -> str:
         prompt = self._request.prompts[index // self._request.num_choices]
-        if isinstance(prompt, TextPrompt):
+        if isinstance(prompt, TextPrompt) and not self._request.truncate_prompt_tokens:
             return prompt.text
         return self._tokenizer.decode(self._answer.specs[index].token_ids)
 

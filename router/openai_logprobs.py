@@ -6,7 +6,7 @@ is written as -9999, as OpenAI does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.v1 import common_pb2
@@ -17,14 +17,24 @@ from router.choice_text import ShownToken
 LOWEST_LOGPROB = -9999.0
 
 
-def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[ShownToken], num_top: int) -> dict[str, Any]:
+TokenName = Callable[[int], str]
+
+
+def id_as_name(token_id: int) -> str:
+    """A token by its id, for `return_tokens_as_token_ids`: the texts of two tokens may be the same."""
+    return f"token_id:{token_id}"
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[ShownToken], num_top: int, name: TokenName | None = None
+) -> dict[str, Any]:
     """`{"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}`."""
     content = []
     for token in tokens:
         position = token.logprobs
-        entry = _chat_entry(tokenizer, token.token_id, _chosen(position))
+        entry = _chat_entry(tokenizer, token.token_id, _chosen(position), name)
         top = position.top[:num_top] if position is not None else ()
-        entry["top_logprobs"] = [_chat_entry(tokenizer, item.token_id, item.logprob) for item in top]
+        entry["top_logprobs"] = [_chat_entry(tokenizer, item.token_id, item.logprob, name) for item in top]
         content.append(entry)
     return {"content": content, "refusal": None}
 
@@ -37,8 +47,10 @@ def completion_logprobs(
     prompt_ids: Sequence[int] = (),
     prompt_positions: Sequence[common_pb2.PositionLogprobs] = (),
     text_start: int = 0,
+    name: TokenName | None = None,
 ) -> dict[str, Any]:
     """`{tokens, token_logprobs, top_logprobs, text_offset}`, with the echoed prompt first when its ids are given."""
+    name = name or tokenizer.token_text
     names: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -46,15 +58,15 @@ def completion_logprobs(
     offset = 0
     for token_id, position in zip(prompt_ids, aligned(prompt_ids, prompt_positions), strict=True):
         text = tokenizer.token_text(token_id)
-        names.append(text)
+        names.append(name(token_id))
         values.append(None if position is None else _finite(position.chosen.logprob))
-        tops.append(None if position is None else _top_by_text(tokenizer, position, num_top))
+        tops.append(None if position is None else _top_by_name(name, position, num_top))
         offsets.append(offset)
         offset += len(text)
     for token in tokens:
-        names.append(tokenizer.token_text(token.token_id))
+        names.append(name(token.token_id))
         values.append(_chosen(token.logprobs))
-        tops.append(None if token.logprobs is None else _top_by_text(tokenizer, token.logprobs, num_top))
+        tops.append(None if token.logprobs is None else _top_by_name(name, token.logprobs, num_top))
         offsets.append(text_start + token.start)
     return {
         "tokens": names,
@@ -99,19 +111,19 @@ def aligned(
     return [*[None] * missing, *known]
 
 
-def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _chat_entry(tokenizer: Tokenizer, token_id: int, logprob: float, name: TokenName | None) -> dict[str, Any]:
     return {
-        "token": tokenizer.token_text(token_id),
+        "token": (name or tokenizer.token_text)(token_id),
         "logprob": _finite(logprob),
         "bytes": list(tokenizer.token_bytes[token_id]),
     }
 
 
-def _top_by_text(tokenizer: Tokenizer, position: common_pb2.PositionLogprobs, num_top: int) -> dict[str, float]:
+def _top_by_name(name: TokenName, position: common_pb2.PositionLogprobs, num_top: int) -> dict[str, float]:
     """Two tokens with the same text (parts of characters) share a key: the more likely one keeps it."""
     top: dict[str, float] = {}
     for item in (*position.top[:num_top], position.chosen):
-        top.setdefault(tokenizer.token_text(item.token_id), _finite(item.logprob))
+        top.setdefault(name(item.token_id), _finite(item.logprob))
     return top
 
 

@@ -143,7 +143,13 @@ class PromptEncoder:
                     f"chat_template_kwargs.{ENABLE_THINKING}", "this model's chat template has no thinking to switch"
                 )
             switches[ENABLE_THINKING] = prompt.enables_thinking
-        return self._template.render(messages, tools=tools, switches=switches)
+        return self._template.render(
+            messages,
+            tools=tools,
+            switches=switches,
+            add_generation_prompt=prompt.has_generation_prompt,
+            is_continued=prompt.is_continued,
+        )
 
     async def _run(self, work: Callable[[], Result], *, num_chars: int) -> Result:
         if num_chars <= MAX_INLINE_CHARS:

@@ -32,7 +32,8 @@ from router.tool_format import ToolFormat, call_guide
 _SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "prompt_logprobs", "echo", "user",
-    "cache_salt", "priority", "speculation", "num_drafts",
+    "cache_salt", "priority", "speculation", "num_drafts", "include_stop_str_in_output", "skip_special_tokens",
+    "truncate_prompt_tokens", "allowed_token_ids", "bad_words", "return_token_ids", "return_tokens_as_token_ids",
 )  # fmt: skip
 
 
@@ -95,9 +96,17 @@ class RequestParser:
         Raises `InvalidRequest` for values that contradict each other.
         """
         use = tool_use(values)
+        is_continued = _is_continued(values, messages)
+        prompt = ChatPrompt(
+            messages,
+            () if use is None else use.tools,
+            values.get("chat_template_kwargs"),
+            is_continued,
+            values.get("add_generation_prompt", not is_continued),
+        )
         request = GenerationRequest(
             kind=kind,
-            prompts=(ChatPrompt(messages, () if use is None else use.tools, values.get("chat_template_kwargs")),),
+            prompts=(prompt,),
             max_tokens=_chat_max_tokens(values, self._default_max_tokens),
             logprobs=_chat_logprobs(values),
             tool_use=use,
@@ -199,6 +208,24 @@ def _shared_values(values: Mapping[str, Any], num_prompts: int, around: AroundBo
         "traceparent": around.traceparent,
         "client_request_id": around.client_request_id,
     }
+
+
+def _is_continued(values: Mapping[str, Any], messages: tuple[Mapping[str, Any], ...]) -> bool:
+    """Raises `InvalidRequest` where there is nothing to go on with."""
+    if not values.get("continue_final_message", False):
+        return False
+    if values.get("add_generation_prompt", False):
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt contradict each other: leave one of them out",
+            param="continue_final_message",
+        )
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+        raise InvalidRequest(
+            "continue_final_message needs a last message of the assistant's, with text and without calls",
+            param="continue_final_message",
+        )
+    return True
 
 
 def _chat_max_tokens(values: Mapping[str, Any], default: int | None) -> int | None:

@@ -42,6 +42,7 @@ _SAME_FIELDS = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "user",
     "cache_salt", "speculation", "num_drafts", "priority", "parallel_tool_calls", "chat_template_kwargs",
+    "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 _NOTHING_KEPT = "this server keeps no answers; send the whole conversation as input"
 # Beside what an item says: where it came from. Clients send items back as they got them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TextIO
@@ -257,6 +258,7 @@ async def _serve(config: ClusterConfig, ask: str, logs: Literal["files", "stderr
         await run_cluster(config, TerminalDisplay(), while_serving)
         return
     configure_logs("supervisor", stream=own_lines)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each look whether a router is ready
     display = TerminalDisplay(own_lines)
     await run_cluster(config, display, while_serving, lambda directory, _: LocalLauncher(directory, stream))
 

@@ -34,6 +34,38 @@ def test_default_model_renders_as_transformers_does(default_model_path: Path) ->
         assert template.render(messages) == expected
 
 
+BEGUN: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Well, "}],
+    [{"role": "user", "content": "Well"}, {"role": "assistant", "content": "Well\n\n"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "assistant", "content": "é😀"}],
+]
+
+
+@pytest.mark.model
+def test_a_begun_answer_is_written_as_transformers_writes_it_also_where_messages_are_trimmed(
+    default_model_path: Path,
+) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(str(default_model_path.parent), gguf_file=default_model_path.name)
+    tokenizer = load_tokenizer(default_model_path)
+    assert tokenizer.vocabulary.chat_template is not None
+    for source in (tokenizer.vocabulary.chat_template, HERMES_STYLE):
+        template = ChatTemplate(source, tokenizer.vocabulary.special_tokens)
+        for messages in BEGUN:
+            expected = reference.apply_chat_template(
+                messages, tokenize=False, chat_template=source, continue_final_message=True
+            )
+            assert template.render(messages, add_generation_prompt=False, is_continued=True) == expected
+
+
+def test_a_template_that_hides_the_last_message_cannot_go_on_with_it() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}", {})
+    with pytest.raises(InvalidRequest, match="cannot be continued") as raised:
+        template.render(BEGUN[0], add_generation_prompt=False, is_continued=True)
+    assert raised.value.param == "continue_final_message"
+
+
 def test_a_template_of_ones_own_file_is_used_and_its_faults_name_the_file(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")

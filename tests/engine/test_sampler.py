@@ -341,3 +341,51 @@ def test_logits_made_in_inference_mode_may_be_penalised() -> None:
         logits = torch.zeros(1, 8)
         logits[0, 3] = 5.0
     assert sample(logits, [row(temperature=0.0, logit_bias={3: -100.0, 5: 1.0})]).token_ids.tolist() == [5]
+
+
+# --- tokens that a request forbids ------------------------------------------------------------------------------------
+
+
+def test_only_allowed_tokens_are_drawn_with_the_probabilities_that_they_have_among_each_other() -> None:
+    logits = log_of([0.5, 0.2, 0.2, 0.1])
+    drawn = draws(logits, 4_000, allowed_token_ids=(1, 3))
+    counts = np.bincount(drawn, minlength=4)
+    assert counts[0] == counts[2] == 0
+    assert abs(counts[1] / 4_000 - 2 / 3) < 0.03
+    greedy = row(temperature=0.0, allowed_token_ids=(3, 1))
+    assert one(logits, greedy) == 1
+
+
+def test_a_bad_word_of_one_token_never_comes_and_one_of_several_not_behind_its_beginning() -> None:
+    logits = log_of([0.1, 0.2, 0.3, 0.4])
+    assert one(logits, row(temperature=0.0, bad_words=((3,),))) == 2
+    words = ((1, 2, 3), (0, 2))
+    for generated, expected in (([1, 2], 3 - 1), ([0, 1, 2], 3 - 1), ([2], 3), ([1, 2, 1], 3), ([], 3)):
+        token_ids = [1, 2, *generated]  # the prompt ends with the beginning of the first word
+        at = row(token_ids, num_generated=len(generated), temperature=0.0, bad_words=words)
+        assert one(logits, at) == expected, generated
+    both = row([0, 1], num_generated=1, temperature=0.0, bad_words=((1, 3), (2,)), allowed_token_ids=(0, 2, 3))
+    assert one(logits, both) == 0
+
+
+def test_limits_count_drafts_as_generated_and_never_change_what_comes_after() -> None:
+    logits = log_of([0.1, 0.2, 0.3, 0.4])
+    state = SamplerState(SamplingParams(max_tokens=64, temperature=0.0, bad_words=((1, 2, 3),)), 1)
+    drafted = SampleRow(state, np.array([0, 1, 2], dtype=np.int32), 2, num_drafts=2)
+    other = SampleRow(state, np.array([0, 2, 2], dtype=np.int32), 2, num_drafts=2)
+    assert [one(logits, drafted), one(logits, other), one(logits, drafted)] == [2, 3, 2]
+
+
+def test_a_row_whose_limits_leave_nothing_fails_alone_and_says_why() -> None:
+    logits = logits_of(2)
+    stuck = row([0, 5], num_generated=1, temperature=0.0, allowed_token_ids=(5,), bad_words=((5, 5),))
+    samples = sample(logits.clone(), [stuck, row(temperature=0.0)])
+    assert samples.failed == {0: "allowed_token_ids and bad_words leave nothing to choose"}
+    assert int(samples.token_ids[1]) == int(logits[1].argmax())
+
+
+def test_a_mask_does_not_hide_a_broken_model() -> None:
+    logits = logits_of(1)
+    logits[0, 7] = float("nan")
+    samples = sample(logits, [row(temperature=0.0, allowed_token_ids=(1, 2))])
+    assert list(samples.failed) == [0]

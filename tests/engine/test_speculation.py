@@ -38,6 +38,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": 2.0},
     {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": (0, 7, 21, 33)},
     {"temperature": 0.8, "seed": 9, "stop_token_ids": (1, 2, 3)},
+    {"temperature": 0.9, "seed": 5, "allowed_token_ids": tuple(range(0, 40, 3))},
+    {"temperature": 0.0, "allowed_token_ids": (4, 8, 15, 16, 23), "bad_words": ((4, 8), (15, 15), (8, 16, 4), (23,))},
 ]
 
 

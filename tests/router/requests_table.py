@@ -133,6 +133,21 @@ WRONG_VALUES: list[Row] = [
     Row("stop_token_ids", [1.0], "invalid_token_id"),
     Row("stop_token_ids", [1] * 17),
     Row("stop_token_ids", 1),
+    Row("allowed_token_ids", [VOCAB_SIZE], "invalid_token_id"),
+    Row("allowed_token_ids", [-1], "invalid_token_id"),
+    Row("allowed_token_ids", [True], "invalid_token_id"),
+    Row("allowed_token_ids", []),
+    Row("allowed_token_ids", 1),
+    Row("allowed_token_ids", [1] * (VOCAB_SIZE + 1)),
+    Row("bad_words", [1]),
+    Row("bad_words", "a"),
+    Row("bad_words", ["a", ""]),
+    *_integers("truncate_prompt_tokens", 1, MAX_MODEL_LEN),
+    *[
+        Row(field, value)
+        for field in ("include_stop_str_in_output", "skip_special_tokens", "return_token_ids")
+        for value in (0, 1, "true")
+    ],
     Row("logit_bias", {str(VOCAB_SIZE): 1}, "invalid_token_id"),
     Row("logit_bias", {"-1": 1}, "invalid_token_id"),
     Row("logit_bias", {"a": 1}, "invalid_token_id"),

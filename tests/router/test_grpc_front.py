@@ -90,7 +90,7 @@ def _as_fields(field: str, value: Any) -> dict[str, Any] | None:
     described = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name.get(field)
     if isinstance(value, bool) or described is None or described.type == described.TYPE_BOOL:
         return None
-    if field in ("stop", "stop_token_ids") and not isinstance(value, list):
+    if field in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words") and not isinstance(value, list):
         return None  # protobuf would take a string's letters, or an object's keys, for a list
     if field == "logit_bias" and isinstance(value, dict):
         if any(isinstance(bias, bool) or not key.removeprefix("-").isdigit() for key, bias in value.items()):

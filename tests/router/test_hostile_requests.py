@@ -28,7 +28,7 @@ async def test_s_b16_best_of_is_no_way_to_more_choices(router: RunningRouter, ht
         {"chat_template_kwargs": {"tokenize": True}},
         {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
         {"chat_template": "{{ 'a' * 10**10 }}"},
-        {"add_generation_prompt": False},
+        {"add_generation_prompt": "{% for i in range(10**9) %}x{% endfor %}"},
     ],
 )
 async def test_s_b18_s_b19_a_request_brings_no_template_and_holds_nobody_up(

@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"messages": []}, "messages"),
     "role": ({"messages": [{"role": "system", "content": "a"}]}, "messages[0].role"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
-    "beginning": ({"messages": [*BODY["messages"], {"role": "assistant", "content": "a"}]}, "messages[1]"),
+    "nothing begun": ({"messages": [*BODY["messages"], {"role": "assistant", "content": ""}]}, "messages[1]"),
     "call of a user": (
         {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
         "messages[0].content[0]",

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/common.proto\x12\ttandem.v1\"\x94\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x14\n\x0c\x63hoice_index\x18\n \x01(\r\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x16\n\x0estop_token_ids\x18\r \x03(\x05\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x10\n\x08logprobs\x18\x0f \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x10 \x01(\x05\x12\x13\n\x0bjson_schema\x18\x11 \x01(\t\x12\r\n\x05regex\x18\x12 \x01(\t\x12\x0f\n\x07grammar\x18\x13 \x01(\t\x12\x13\n\x0bspeculation\x18\x14 \x01(\t\x12\x12\n\nnum_drafts\x18\x15 \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.tandem.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"2\n\nCacheScope\x12\x11\n\tscope_key\x18\x01 \x01(\x0c\x12\x11\n\tlora_name\x18\x02 \x01(\t\"\xd0\x02\n\x08Timeline\x12\x11\n\tplaced_us\x18\x01 \x01(\x04\x12\x13\n\x0breserved_us\x18\x02 \x01(\x04\x12\x19\n\x11prefill_queued_us\x18\x03 \x01(\x04\x12\x1a\n\x12prefill_compute_us\x18\x04 \x01(\x04\x12\x1b\n\x13transfer_exposed_us\x18\x05 \x01(\x04\x12\x19\n\x11transfer_total_us\x18\x06 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_wait_us\x18\x07 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\x08 \x01(\x04\x12\x10\n\x08kv_bytes\x18\t \x01(\x04\x12\x11\n\tkv_frames\x18\n \x01(\r\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x19\n\x11prefill_worker_id\x18\x0c \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\r \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0e \x01(\r\"q\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\x04\x12\r\n\x05stage\x18\x06 \x01(\t\"]\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole*v\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x03*\xb3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/common.proto\x12\ttandem.v1\"\xdc\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x14\n\x0c\x63hoice_index\x18\n \x01(\r\x12\x12\n\nmax_tokens\x18\x0b \x01(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x16\n\x0estop_token_ids\x18\r \x03(\x05\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x10\n\x08logprobs\x18\x0f \x01(\x05\x12\x17\n\x0fprompt_logprobs\x18\x10 \x01(\x05\x12\x13\n\x0bjson_schema\x18\x11 \x01(\t\x12\r\n\x05regex\x18\x12 \x01(\t\x12\x0f\n\x07grammar\x18\x13 \x01(\t\x12\x13\n\x0bspeculation\x18\x14 \x01(\t\x12\x12\n\nnum_drafts\x18\x15 \x01(\r\x12\x19\n\x11\x61llowed_token_ids\x18\x16 \x03(\x05\x12+\n\tbad_words\x18\x17 \x03(\x0b\x32\x18.tandem.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"\x1c\n\rTokenSequence\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"?\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.tandem.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"2\n\nCacheScope\x12\x11\n\tscope_key\x18\x01 \x01(\x0c\x12\x11\n\tlora_name\x18\x02 \x01(\t\"\xd0\x02\n\x08Timeline\x12\x11\n\tplaced_us\x18\x01 \x01(\x04\x12\x13\n\x0breserved_us\x18\x02 \x01(\x04\x12\x19\n\x11prefill_queued_us\x18\x03 \x01(\x04\x12\x1a\n\x12prefill_compute_us\x18\x04 \x01(\x04\x12\x1b\n\x13transfer_exposed_us\x18\x05 \x01(\x04\x12\x19\n\x11transfer_total_us\x18\x06 \x01(\x04\x12\x16\n\x0e\x64\x65\x63ode_wait_us\x18\x07 \x01(\x04\x12\x16\n\x0e\x66irst_token_us\x18\x08 \x01(\x04\x12\x10\n\x08kv_bytes\x18\t \x01(\x04\x12\x11\n\tkv_frames\x18\n \x01(\r\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x19\n\x11prefill_worker_id\x18\x0c \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\r \x01(\t\x12\x10\n\x08\x61ttempts\x18\x0e \x01(\r\"q\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\x04\x12\r\n\x05stage\x18\x06 \x01(\t\"]\n\x0eWorkerIdentity\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole*v\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x03*\xb3\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERROLE']._serialized_start=1337
-  _globals['_WORKERROLE']._serialized_end=1455
-  _globals['_FINISHREASON']._serialized_start=1458
-  _globals['_FINISHREASON']._serialized_end=1637
+  _globals['_WORKERROLE']._serialized_start=1439
+  _globals['_WORKERROLE']._serialized_end=1557
+  _globals['_FINISHREASON']._serialized_start=1560
+  _globals['_FINISHREASON']._serialized_end=1739
   _globals['_SAMPLINGPARAMS']._serialized_start=38
-  _globals['_SAMPLINGPARAMS']._serialized_end=570
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=522
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=570
-  _globals['_TOKENLOGPROB']._serialized_start=572
-  _globals['_TOKENLOGPROB']._serialized_end=635
-  _globals['_POSITIONLOGPROBS']._serialized_start=637
-  _globals['_POSITIONLOGPROBS']._serialized_end=734
-  _globals['_CACHESCOPE']._serialized_start=736
-  _globals['_CACHESCOPE']._serialized_end=786
-  _globals['_TIMELINE']._serialized_start=789
-  _globals['_TIMELINE']._serialized_end=1125
-  _globals['_FAILURE']._serialized_start=1127
-  _globals['_FAILURE']._serialized_end=1240
-  _globals['_WORKERIDENTITY']._serialized_start=1242
-  _globals['_WORKERIDENTITY']._serialized_end=1335
+  _globals['_SAMPLINGPARAMS']._serialized_end=642
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=594
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=642
+  _globals['_TOKENSEQUENCE']._serialized_start=644
+  _globals['_TOKENSEQUENCE']._serialized_end=672
+  _globals['_TOKENLOGPROB']._serialized_start=674
+  _globals['_TOKENLOGPROB']._serialized_end=737
+  _globals['_POSITIONLOGPROBS']._serialized_start=739
+  _globals['_POSITIONLOGPROBS']._serialized_end=836
+  _globals['_CACHESCOPE']._serialized_start=838
+  _globals['_CACHESCOPE']._serialized_end=888
+  _globals['_TIMELINE']._serialized_start=891
+  _globals['_TIMELINE']._serialized_end=1227
+  _globals['_FAILURE']._serialized_start=1229
+  _globals['_FAILURE']._serialized_end=1342
+  _globals['_WORKERIDENTITY']._serialized_start=1344
+  _globals['_WORKERIDENTITY']._serialized_end=1437
 # @@protoc_insertion_point(module_scope)
