@@ -2,7 +2,7 @@
 
     FrontTls.of(settings)      None where no certificate is given
     tls.context()              for HTTP; clients need not show a certificate in the handshake, the guard asks for it
-                               (gRPC's own kind of it is `grpc_front`'s)
+                               (gRPC's own kind of it is `served_certificate`'s)
     client_context(...)        for who asks such a front: `tandem status` and the like
 
 What is checked is a handshake that the files make with themselves, in memory: the key belongs to the certificate, and
@@ -75,11 +75,7 @@ class FrontTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        try:
-            # OpenSSL would ask for a password on the terminal, where nobody may sit.
-            context.load_cert_chain(self.certificate, self.key, password=self._refuse_password)
-        except ssl.SSLError as error:
-            self._refuse_pair(error)
+        self.load_pair(context)
         if self.client_authority is not None:
             context.verify_mode = ssl.CERT_OPTIONAL  # probes of supervisors show none; `http_guard` asks for it
             try:
@@ -89,6 +85,18 @@ class FrontTls:
                     f"ssl_ca_certs {self.client_authority} holds no certificate: {_reason(error)}"
                 ) from None
         return context
+
+    def load_pair(self, context: ssl.SSLContext) -> None:
+        """Certificate and key for handshakes from now on. Raises `StartupError`."""
+        try:
+            # OpenSSL would ask for a password on the terminal, where nobody may sit.
+            context.load_cert_chain(self.certificate, self.key, password=self._refuse_password)
+        except ssl.SSLError as error:
+            self._refuse_pair(error)
+        except OSError as error:
+            raise StartupError(
+                f"cannot read ssl_certfile {self.certificate} or ssl_keyfile {self.key}: {error.strerror}"
+            ) from None
 
     def read(self, file: Path) -> bytes:
         """One of its files. Raises `StartupError` that calls it as the settings do."""
@@ -140,13 +148,9 @@ def client_context(
     if (certificate is None) is not (key is None):
         raise StartupError("a client's certificate and its key are given together")
     if certificate is not None and key is not None:
-        own = FrontTls(certificate, key)
         for file in (certificate, key):
             _read(file, "the client's file")
-        try:
-            context.load_cert_chain(certificate, key, password=own._refuse_password)
-        except ssl.SSLError as error:
-            own._refuse_pair(error)
+        FrontTls(certificate, key).load_pair(context)
     return context
 
 

@@ -17,7 +17,6 @@ from grpc_reflection.v1alpha import reflection
 from tandem.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 from cluster.errors import InvalidRequest, RequestTooLarge, StartupError
-from cluster.front_tls import FrontTls
 from cluster.rpc_errors import ErrorInterceptor
 from router.answer import LENGTH, STOP, Answer, ChoiceUpdate
 from router.api_types import GenerationRequest
@@ -25,6 +24,7 @@ from router.generation_service import GenerationService
 from router.grpc_body import body_of, renamed_error, renamed_guide
 from router.openai_tools import TOOL_CALLS, ToolCallReader
 from router.request_parser import AroundBody, RequestParser, client_request_id
+from router.served_certificate import ServedCertificate
 from router.tenants import DEFAULT_TENANT, ApiKeys
 from router.tool_parser import CallDelta
 
@@ -100,9 +100,9 @@ class GrpcFront:
         *,
         offers_reflection: bool = False,
         shares_port: bool = False,
-        tls: FrontTls | None = None,
+        certificate: ServedCertificate | None = None,
     ) -> None:
-        """Raises `StartupError` when the address is taken, and for TLS files that cannot be read."""
+        """Raises `StartupError` when the address is taken. `certificate`: TLS with it; None: without."""
         options = [
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -119,10 +119,10 @@ class GrpcFront:
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
         try:
-            if tls is None:
+            if certificate is None:
                 self.port = self._server.add_insecure_port(address)
             else:
-                self.port = self._server.add_secure_port(address, _credentials(tls))
+                self.port = self._server.add_secure_port(address, certificate.grpc_credentials())
         except RuntimeError:
             raise StartupError(
                 f"cannot listen on {address} for gRPC: in use or not allowed; choose another with --grpc-port"
@@ -142,13 +142,6 @@ class GrpcFront:
     async def stop(self, grace_s: float) -> None:
         """No new calls; those that run have `grace_s` to end."""
         await self._server.stop(grace_s)
-
-
-def _credentials(tls: FrontTls) -> grpc.ServerCredentials:
-    """Where clients are asked for certificates it is in the handshake: health checks need one too."""
-    pair = (tls.read(tls.key), tls.read(tls.certificate))
-    authority = None if tls.client_authority is None else tls.read(tls.client_authority)
-    return grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
 
 
 def _choice(update: ChoiceUpdate, tools: ToolCallReader | None) -> inference_pb2.GenerateChoice | None:

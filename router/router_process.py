@@ -33,6 +33,7 @@ from router.grpc_front import GrpcFront
 from router.http_server import HttpServer, bind_socket
 from router.limits import ServingLimits
 from router.router_core import build_core
+from router.served_certificate import ServedCertificate
 from router.tenants import read_api_keys
 
 DRAIN_TIMEOUT_S = 60.0
@@ -57,9 +58,8 @@ class RouterProcess:
     def __init__(self, settings: RouterSettings) -> None:
         _refuse_open_address(settings)
         self._settings = settings
-        self._tls = FrontTls.of(settings)
-        if self._tls is not None:
-            self._tls.check()
+        tls = FrontTls.of(settings)
+        self._certificate = None if tls is None else ServedCertificate(tls)
         self._socket = bind_socket(
             settings.http_host, settings.http_port, "--http-port", shares_port=settings.shares_port
         )
@@ -71,8 +71,8 @@ class RouterProcess:
         tokenizer = load_tokenizer(model_path)
         limits = _limits(settings, tokenizer, settings.served_model_name or served_name(model_path))
         self._core = build_core(settings, tokenizer, _template(settings, tokenizer), limits, security, keys)
-        tls = None if self._tls is None else self._tls.context()
-        self._http = HttpServer(self._core.http_app, self._socket, DRAIN_TIMEOUT_S, tls)
+        context = None if self._certificate is None else self._certificate.context
+        self._http = HttpServer(self._core.http_app, self._socket, DRAIN_TIMEOUT_S, context)
         self._redis = RedisClient(settings.redis_url, settings.redis_password_file)
         self._view = MembershipView(self._redis, self._core.registry.on_membership_change)
         self._core.series.redis_up.set_function(lambda: self._view.is_redis_healthy)
@@ -101,6 +101,9 @@ class RouterProcess:
             if grpc_front is not None:
                 reporter = asyncio.create_task(self._report_readiness(grpc_front, learning), name="grpc-health")
                 stack.callback(reporter.cancel)
+            if self._certificate is not None:
+                watching = asyncio.create_task(self._certificate.watch(), name="certificate")
+                stack.callback(watching.cancel)
             settle_objects()
             _log.info("router listens", extra={"address": f"{settings.http_host}:{settings.http_port}"})
             await signals.drain.wait()
@@ -129,7 +132,7 @@ class RouterProcess:
             settings.max_body_bytes,
             offers_reflection=settings.grpc_reflection,
             shares_port=settings.shares_port,
-            tls=self._tls,
+            certificate=self._certificate,
         )
         await front.start()
         return front

@@ -21,6 +21,7 @@ from router.grpc_front import GrpcFront
 from router.http_server import HttpServer, bind_socket
 from router.limits import ServingLimits
 from router.router_core import RouterCore, build_core
+from router.served_certificate import ServedCertificate
 from router.tenants import ApiKeys
 from tests.router.byte_tokenizer import byte_tokenizer, chatml
 from tests.router.fronts import Front, OverGrpc, OverHttp
@@ -39,6 +40,7 @@ class RunningRouter:
     directory: Path
     http: HttpServer
     grpc_front: GrpcFront
+    certificate: ServedCertificate | None
     workers: list[ScriptedWorker] = field(default_factory=list)
 
     async def add_worker(self, worker: ScriptedWorker, *, connects: bool = True) -> ScriptedWorker:
@@ -157,9 +159,13 @@ async def started(directory: Path, keys: ApiKeys | None = None, **values: object
     bound = bind_socket("127.0.0.1", 0, "--http-port")
     port = bound.getsockname()[1]
     tls = FrontTls.of(settings)
-    http = HttpServer(core.http_app, bound, drain_timeout_s=5, tls=None if tls is None else tls.context())
+    certificate = None if tls is None else ServedCertificate(tls)
+    context = None if certificate is None else certificate.context
+    http = HttpServer(core.http_app, bound, drain_timeout_s=5, tls=context)
     http.start()
-    front = GrpcFront(core.grpc_servicer, "127.0.0.1:0", settings.max_body_bytes, tls=tls)
+    front = GrpcFront(core.grpc_servicer, "127.0.0.1:0", settings.max_body_bytes, certificate=certificate)
     await front.start()
     scheme = "http" if tls is None else "https"
-    return RunningRouter(core, f"{scheme}://127.0.0.1:{port}", f"127.0.0.1:{front.port}", directory, http, front)
+    return RunningRouter(
+        core, f"{scheme}://127.0.0.1:{port}", f"127.0.0.1:{front.port}", directory, http, front, certificate
+    )

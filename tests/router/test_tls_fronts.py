@@ -164,3 +164,58 @@ async def test_who_says_nothing_after_connecting_holds_up_nobody(router: Running
     for _, writer in silent:
         writer.close()
         await writer.wait_closed()
+
+
+async def test_a_renewed_certificate_is_shown_by_both_fronts_and_files_that_cannot_be_used_change_nothing(
+    start_router: StartRouter, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    renewing = Authority.new(tmp_path / "renewing")
+    before, after, late = authority.sign("before"), renewing.sign("after"), renewing.sign("late", days=(-9, -1))
+    certificate, key = tmp_path / "front.pem", tmp_path / "front.key"
+
+    def write(to: Path, source: Path) -> None:
+        """As a renewal does: a new file in the place of the old one."""
+        new = to.with_suffix(".new")
+        new.write_bytes(source.read_bytes())
+        new.replace(to)
+
+    write(certificate, before.certificate)
+    write(key, before.key)
+    router = await start_router(ssl_certfile=certificate, ssl_keyfile=key)
+    await router.add_worker(router.new_worker("decode-0"))
+    assert router.certificate is not None
+
+    async def who_is_trusted() -> list[Authority]:
+        trusted = []
+        for candidate in (authority, renewing):
+            credentials = grpc.ssl_channel_credentials(candidate.certificate.read_bytes())
+            try:
+                async with ClusterClient(router.url, tls=ClientTls(candidate.certificate)) as client:
+                    await client.served_model()
+            except ClusterUnreachable:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await _generate(router, credentials)
+            else:
+                assert len(await _generate(router, credentials)) == 3
+                trusted.append(candidate)
+        return trusted
+
+    async with ClusterClient(router.url, tls=ClientTls(authority.certificate)) as client:
+        assert await client.served_model() == "test-model"
+        assert await who_is_trusted() == [authority]
+        for wrong in (after.certificate, late.certificate):
+            write(certificate, wrong)  # without its key, and then one that has expired
+            write(key, late.key if wrong is late.certificate else before.key)
+            router.certificate.look()
+            assert await who_is_trusted() == [authority]
+        write(certificate, after.certificate)
+        write(key, after.key)
+        router.certificate.look()
+        assert await who_is_trusted() == [renewing]
+        assert await client.served_model() == "test-model", "an open connection goes on"
+        certificate.unlink()
+        router.certificate.look()
+        assert await who_is_trusted() == [renewing]
+    said = [(record.message, getattr(record, "reason", "")) for record in caplog.records if "TLS" in record.message]
+    assert len(said) == 3
+    assert ["is not the key" in said[0][1], "has expired" in said[1][1], "No such file" in said[2][1]] == [True] * 3
