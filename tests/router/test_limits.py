@@ -13,6 +13,7 @@ from router.tool_fields import TOOL_FIELDS
 from tests.router.conftest import MODEL, RunningRouter
 from tests.router.requests_table import WRONG_VALUES, Row
 
+TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 GOLDEN = {"model": MODEL, "prompt": "golden", "max_tokens": 2, "temperature": 0}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
@@ -108,7 +109,7 @@ async def test_defaults_that_libraries_write_into_requests_are_no_errors(http: h
 async def test_internal_and_unsupported_fields_say_so(http: httpx.AsyncClient) -> None:
     for path, good in (("/v1/completions", GOLDEN), ("/v1/chat/completions", CHAT)):
         for field in sorted(INTERNAL_FIELDS | UNSUPPORTED_FIELDS):
-            if path == "/v1/chat/completions" and field in (*TOOL_FIELDS, "chat_template_kwargs"):
+            if path == "/v1/chat/completions" and field in (*TOOL_FIELDS, *TEMPLATE_FIELDS):
                 continue
             answer = await http.post(path, json={**good, field: "x"})
             _error(answer, 400, "unsupported_parameter", field)
