@@ -46,7 +46,6 @@ def check(files: Annotated[list[Path], typer.Argument(help="cluster files")]) ->
 def _problems(config: ClusterConfig) -> list[str]:
     """What a start would stumble over on this machine, each with its key."""
     from cluster.errors import StartupError
-    from cluster.front_tls import FrontTls
     from deploy.autoscaler.policy_file import load_policy
     from deploy.cluster_plan import require_keys_on_open_address
     from deploy.yaml_settings import YamlSettingsError
@@ -58,8 +57,7 @@ def _problems(config: ClusterConfig) -> list[str]:
     looks.append(("router.host", partial(require_keys_on_open_address, config)))
     if (keys := config.router.api_keys_file) is not None:
         looks.append(("router.api_keys_file", partial(read_api_keys, keys)))
-    if (tls := FrontTls.of(config.router)) is not None:
-        looks.append(("router.ssl_certfile", tls.check))
+    looks.append(("router.ssl_certfile", partial(_check_tls, config)))
     if (template := config.router.chat_template_file) is not None:
         looks.append(("router.chat_template_file", partial(_check_template, template)))
     if (policy := config.autoscale) is not None:
@@ -71,6 +69,14 @@ def _problems(config: ClusterConfig) -> list[str]:
         except (StartupError, YamlSettingsError) as error:
             problems.append(f"{key}: {error}")
     return problems
+
+
+def _check_tls(config: ClusterConfig) -> None:
+    from cluster.front_tls import FrontTls
+
+    tls = FrontTls.of(config.router)
+    if tls is not None:
+        tls.check()
 
 
 def _check_model(name_or_path: str) -> None:

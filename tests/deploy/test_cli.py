@@ -161,7 +161,7 @@ def test_check_names_everything_that_a_start_would_stumble_over(tmp_path: Path) 
     model, wrong, good = model_directory(tmp_path), tmp_path / "wrong.yaml", tmp_path / "good.yaml"
     good.write_text(f"model: {model}\ndecode: {{workers: 3}}\n")
     wrong.write_text(
-        "router: {host: 0.0.0.0, api_keys_file: none.txt, chat_template_file: none.jinja}\n"
+        "router: {host: 0.0.0.0, api_keys_file: none.txt, chat_template_file: none.jinja, ssl_certfile: none.pem}\n"
         "autoscale: none.yaml\nmodel: nothing\n"
     )
     typos = tmp_path / "typos.yaml"
@@ -171,10 +171,25 @@ def test_check_names_everything_that_a_start_would_stumble_over(tmp_path: Path) 
     assert ended.stdout == f"{good}: ok, m by 1 prefill + 3 decode workers at 127.0.0.1, 8000\n"
     lines = ended.stderr.splitlines()
     assert [line.split(": ")[1] for line in lines] == [
-        "model", "router.api_keys_file", "router.chat_template_file", "autoscale", "decode.wrokers", "modle"
+        "model", "router.api_keys_file", "router.ssl_certfile", "router.chat_template_file", "autoscale",
+        "decode.wrokers", "modle",
     ]  # fmt: skip
     assert lines[-1].startswith(f"{typos}:1: ")
     assert tandem("check", str(good)).returncode == 0
+
+
+def test_tls_files_that_cannot_be_used_end_the_start_with_one_line(tmp_path: Path) -> None:
+    files = {f"ssl_{name}": str(tmp_path / f"{name}.pem") for name in ("certfile", "keyfile")}
+    flags = [f"--{name.replace('_', '-')}={file}" for name, file in files.items()]
+    model = ("--engine", "mock", "--model", str(model_directory(tmp_path)), "--port", "0")
+    runtime = {"TANDEM_RUNTIME_DIR": str(tmp_path / "run")}
+    assert_one_line(tandem("serve", *model, flags[0], **runtime), "ssl_keyfile is missing")
+    assert_one_line(tandem("serve", *model, *flags, **runtime), "cannot read ssl_certfile", files["ssl_certfile"])
+    key = {"TANDEM_SSL_KEYFILE": files["ssl_keyfile"]}
+    assert_one_line(tandem("serve", *model, **key, **runtime), "ssl_certfile is missing")
+    assert_one_line(
+        tandem("status", "--url", "https://127.0.0.1:1", "--ca-file", files["ssl_certfile"]), "certfile.pem"
+    )
 
 
 def test_a_model_of_the_hub_is_fetched_and_its_failure_is_one_line(tmp_path: Path) -> None:
