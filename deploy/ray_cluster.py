@@ -1,7 +1,9 @@
 """`tandem up`, `tandem down` and `tandem status` on Ray: a client of the controller actor.
 
-Without an address a Ray head is started on this machine, on loopback, without a dashboard, under a token of its own;
-`down` ends exactly that one. Ray's token authentication is always on: who may talk to Ray may run any code on it.
+Without an address a Ray head is started on this machine under a token of its own, without a dashboard and without the
+monitor, whose metrics would be there for everybody; `down` ends exactly that one. Ray's token authentication is always
+on: who may talk to Ray may run any code on it, and its ports listen on all addresses. A Ray that is too old to ask for
+the token everywhere is refused.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,8 @@ HEAD_START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 200.0
 STATUS_TIMEOUT_S = 30.0
 PROGRESS_S, PROGRESS_TIMEOUT_S = 0.5, 5.0
+# Earlier ones do not ask for the token on every way in.
+LEAST_RAY = (2, 54)
 # Ray's own store holds no KV and no weights: only what its control plane needs.
 OBJECT_STORE_BYTES = 80 * 2**20
 
@@ -168,10 +174,9 @@ def _connected(address: str) -> Iterator[Any]:
     if not address and head is None:
         raise StartupError(_no_head())
     _authenticate(head)
-    try:
-        import ray
-    except ImportError:
-        raise StartupError("Ray is not installed: pip install 'tandem-serve[ray]'") from None
+    _check_version()
+    import ray
+
     target = address or (head.address if head is not None else "")
     try:
         ray.init(address=target, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -196,11 +201,26 @@ def _authenticate(head: LocalHead | None) -> None:
         )
 
 
+def _check_version() -> None:
+    """Before anything of Ray runs. Raises `StartupError` for none, for an old one, and for one that does not say."""
+    try:
+        installed = version("ray")
+    except PackageNotFoundError:
+        raise StartupError("Ray is not installed: pip install 'tandem-serve[ray]'") from None
+    numbers = re.match(r"(\d+)\.(\d+)\b", installed)
+    if numbers is None or (int(numbers[1]), int(numbers[2])) < LEAST_RAY:
+        least = ".".join(map(str, LEAST_RAY))
+        raise StartupError(
+            f"Ray {installed} is installed, which does not guard every way in by its token: pip install 'ray>={least}'"
+        )
+
+
 # --- a head of our own ------------------------------------------------------------------------------------------------
 
 
 def _start_head() -> None:
     """A background process with Ray's daemons as children. Raises `StartupError`."""
+    _check_version()
     base = default_base()
     make_private(base)
     token_file = base / "ray.token"
@@ -209,7 +229,7 @@ def _start_head() -> None:
     log = base / "ray-head.log"
     command = [
         sys.executable, "-c", "from ray.scripts.scripts import main; main()",
-        "start", "--head", "--block", "--include-dashboard=false", "--disable-usage-stats",
+        "start", "--head", "--block", "--include-dashboard=false", "--no-monitor", "--disable-usage-stats",
         "--node-ip-address=127.0.0.1", f"--port={port}", f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={base / 'ray'}",
     ]  # fmt: skip

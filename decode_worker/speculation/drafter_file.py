@@ -74,7 +74,9 @@ def read_drafter(path: Path, kind: DrafterKind, target_fingerprint: str) -> Draf
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except (OSError, SafetensorError) as error:
         raise StartupError(f"drafter {path} cannot be read ({error}): train or fetch it again") from error
-    if metadata.get("format") != FORMAT or metadata.get("kind") != kind or "vocabulary" not in tensors:
+    taps = metadata.get("tap_layers", "").split(",")
+    has_all = "vocabulary" in tensors and all(layer.isdecimal() for layer in taps)
+    if metadata.get("format") != FORMAT or metadata.get("kind") != kind or not has_all:
         raise StartupError(f"{path} is no {kind} drafter of format {FORMAT}: train one with `tandem drafter train`")
     if metadata.get("target_fingerprint") != target_fingerprint:
         raise StartupError(
@@ -85,7 +87,7 @@ def read_drafter(path: Path, kind: DrafterKind, target_fingerprint: str) -> Draf
     return DrafterFile(
         kind=kind,
         target_fingerprint=target_fingerprint,
-        tap_layers=tuple(int(layer) for layer in metadata["tap_layers"].split(",")),
+        tap_layers=tuple(int(layer) for layer in taps),
         vocabulary=tensors.pop("vocabulary").to(torch.int64),
         tensors=tensors,
         notes=metadata.get("notes", ""),

@@ -22,6 +22,7 @@ import torch
 
 from decode_worker.speculation.confident_tree import Law
 from decode_worker.speculation.drafter_file import DrafterFile
+from decode_worker.speculation.drafter_shapes import check_drafter
 from decode_worker.speculation.small_products import FloatArray
 from engine import native_library
 from engine.kv_memory import KvMemory, layout_of
@@ -84,7 +85,8 @@ class EagleLayer(Protocol):
 def open_eagle_layer(
     file: DrafterFile, target: ModelConfig, embedding: torch.Tensor, head: torch.Tensor, num_blocks: int
 ) -> EagleLayer:
-    """`embedding` and `head` [vocab, hidden] are the target's."""
+    """`embedding` and `head` [vocab, hidden] are the target's. Raises `StartupError` where the file does not fit."""
+    check_drafter(file, target)
     config = replace(
         target,
         name=f"{target.name}.eagle",

@@ -15,6 +15,7 @@ import torch
 from cluster.identity import RequestId
 from decode_worker.speculation.confident_tree import MIN_CONFIDENCE, likeliest, product_tree
 from decode_worker.speculation.drafter_file import DrafterFile
+from decode_worker.speculation.drafter_shapes import check_drafter
 from decode_worker.speculation.small_products import FloatArray, make_product, unit_rms
 from engine.draft import NO_DRAFT, Draft
 from engine.model_config import ModelConfig
@@ -35,7 +36,8 @@ class MedusaDrafter:
         *,
         min_confidence: float = MIN_CONFIDENCE,
     ) -> None:
-        """`head` [vocab, hidden] and `final_norm` are the target's."""
+        """`head` [vocab, hidden] and `final_norm` are the target's. Raises `StartupError` where these do not fit."""
+        check_drafter(file, target)
         self.tap_layers = file.tap_layers
         self._vocabulary: list[int] = file.vocabulary.tolist()
         self._eps = target.rms_norm_eps

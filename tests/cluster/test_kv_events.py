@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from cluster.embedded_redis import USER
 from cluster.identity import BlockHash, WorkerId, new_incarnation
 from cluster.kv_events import KvEventPublisher, KvEventReader
 from cluster.redis_client import Answer, RedisClient
+from router.cache_view import CacheView
+from router.prefix_index import PrefixIndex
 from tests.cluster.conftest import RedisServer
 
 pytestmark = pytest.mark.cluster
@@ -291,6 +293,71 @@ async def test_rt15_s_b67_a_router_that_comes_late_reads_large_caches_in_turns_w
     await reader.stop()
     assert entered == dict.fromkeys(names, num_blocks)
     assert most_between_turns <= 2 * kv_events.MAX_HASHES_PER_EVENT
+
+
+async def test_rt15_seven_caches_of_300_000_blocks_are_learnt_while_every_prompt_is_placed(
+    redis_server: RedisServer,
+) -> None:
+    """A router that starts beside a full cluster: it places from its first turn on, knows more at each, then all.
+
+    Then one of the workers leaves with its 300,000: what is forgotten comes in parts as well.
+    """
+    workers, num_blocks = [WorkerId(f"prefill-{number}") for number in range(7)], 300_000
+    chains = {}
+    for number, name in enumerate(workers):
+        identity = common_pb2.WorkerIdentity(worker_id=name, incarnation=new_incarnation())
+        publisher = KvEventPublisher(redis_server.client(), identity)
+        hashes = [block_hash(number * num_blocks + block) for block in range(num_blocks)]
+        publisher.stored(None, hashes)
+        await publisher._flush()
+        chains[name] = [*hashes[:50], *hashes[-50:]]  # of the first part that is sent, and of the last
+    del publisher, hashes
+    index = CountingIndex()
+    view = CacheView(index, time.monotonic)
+    reader = KvEventReader(redis_server.client(), view.on_event)
+    for name in workers:
+        view.worker_joined(name)
+    view.connect(reader)
+    reader.start()
+    known: list[int] = []
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while sum(index.num_blocks(name) for name in workers) < len(workers) * num_blocks:
+        assert time.monotonic() < deadline_s, known[-1]
+        index.most_between_turns.append(index.take())
+        matches = {
+            name: view.match(chain, 16, len(chain) * 16).tokens for name, chain in chains.items()
+        }  # no block yet
+        known.append(sum(tokens.get(name, 0) for name, tokens in matches.items()))
+        await asyncio.sleep(0)
+    await reader.stop()
+    assert known[0] == 0
+    assert known == sorted(known)
+    assert len(set(known)) > len(workers), "it learnt at once, or not while prompts were placed"
+    assert max(index.most_between_turns) <= 2 * kv_events.MAX_HASHES_PER_EVENT
+    assert all(view.match(chain, 16, 99 * 16).tokens == {name: 98 * 16 + 15} for name, chain in chains.items())
+    view.worker_left(workers[0])
+    assert view.match(chains[workers[0]], 16, 1600).tokens == {}
+    while index.status().retired_slots:
+        view.tick()
+    assert index.status().entries == 6 * num_blocks
+
+
+class CountingIndex(PrefixIndex):
+    """Counts what is entered between two turns of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_between_turns: list[int] = []
+        self._num_entered = 0
+
+    def stored(self, worker_id: WorkerId, hashes: Iterable[BlockHash]) -> None:
+        entered = list(hashes)
+        self._num_entered += len(entered)
+        super().stored(worker_id, entered)
+
+    def take(self) -> int:
+        num_entered, self._num_entered = self._num_entered, 0
+        return num_entered
 
 
 async def test_rt15_how_much_is_read_at_once_follows_how_much_there_is(

@@ -7,6 +7,7 @@ One Ray cluster for the module: it takes half a minute to start on two cores. Mo
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,40 @@ def test_f01_f03_rt47_up_survives_a_killed_raylet_scales_down_and_leaves_nothing
     assert _our_shared_memory() == shared_memory
 
 
+def test_s_b13_without_the_token_no_port_of_ray_takes_a_job_and_no_driver_gets_in(ray_cluster: RayCluster) -> None:
+    """The API of jobs runs any code for whoever may call it: here none is served, on whatever port."""
+    ports = _rays_ports(ray_cluster.session)
+    assert len(ports) >= 3
+    calls = [
+        (address, method, path)
+        for address in ports
+        for method, path in (("POST", "/api/jobs/"), ("DELETE", "/api/jobs/raysubmit_1"))
+    ]
+    with ThreadPoolExecutor(32) as pool:
+        answers = list(pool.map(lambda call: _http_status(*call), calls))
+    served = [call for call, status in zip(calls, answers, strict=True) if status not in (0, 401, 403, 404, 405)]
+    assert served == []
+    wrong = ray_cluster.folder / "wrong.token"
+    wrong.write_text("f" * 64)
+    wrong.chmod(0o600)
+    program = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False); print('in')"
+    bare = {name: value for name, value in ray_cluster.environment.items() if not name.startswith("RAY_AUTH")}
+    drivers = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, ray_cluster.address], env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for environment in (
+            {**bare, "RAY_AUTH_MODE": "disabled"},
+            {**bare, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(wrong)},
+        )
+    ]  # fmt: skip
+    for driver in drivers:
+        said, _ = driver.communicate(timeout=TIMEOUT_S)
+        assert driver.returncode != 0, said
+        assert "uthenticat" in said, said
+
+
 @pytest.mark.skipif(not IS_SOAK, reason="TANDEM_RAY_SOAK=full")
 def test_rays_head_takes_the_cluster_with_it_and_up_starts_anew(default_model_path: Path) -> None:
     """Without its head no actor has an owner: Ray ends them all, and so do their children. Nothing serves by halves."""
@@ -299,6 +334,29 @@ def redis(ray_cluster: RayCluster) -> Iterator[str]:
     with subprocess.Popen(server, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         yield f"redis://127.0.0.1:{port}/0"
         process.terminate()
+
+
+def _rays_ports(session: Path) -> set[tuple[str, int]]:
+    """Where the processes of this Ray listen."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        if any(session.name in word for word in process.info["cmdline"] or ()):
+            with suppress(psutil.Error):
+                listening = (one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN)
+                found |= {(one.laddr.ip, one.laddr.port) for one in listening}
+    return {("127.0.0.1" if ip in ("0.0.0.0", "::", "::1") else ip.removeprefix("::ffff:"), port) for ip, port in found}  # noqa: S104
+
+
+def _http_status(address: tuple[str, int], method: str, path: str) -> int:
+    """0: no HTTP is spoken there."""
+    connection = http.client.HTTPConnection(*address, timeout=10)
+    try:
+        connection.request(method, path, body=b'{"entrypoint": "true"}', headers={"Content-Type": "application/json"})
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
 
 
 def _asked_nodes(cluster: RayCluster) -> list[dict[str, float]]:

@@ -457,6 +457,59 @@ def test_s32_nothing_of_a_drafter_travels_with_a_prompt(grammars: GrammarCompile
     assert counters["speculation_drafts_proposed"] > 100
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft", "bushy", "cascade", "medusa", "eagle", "mtp"])
+def test_kv20_as_many_guesses_hold_behind_a_prefill_worker_as_without_one(
+    drafter: str, grammars: GrammarCompiler
+) -> None:
+    """No KV of a drafter travels, and none is missed: it reads the prompt's tokens, or the rows that are decoded here.
+
+    A prompt that landed begins with one step without guesses: its first token came with it.
+    """
+    here, landed = (run(Way(drafter, 1, 16, prompt, "enough", "cold"), grammars)[1] for prompt in ("here", "landed"))
+    steps, proposed, accepted = (f"speculation_{name}" for name in ("steps", "drafts_proposed", "drafts_accepted"))
+    assert here[accepted] > 0
+    assert here[steps] - landed[steps] <= 1.2 * len(REQUESTS)
+    assert landed[proposed] / landed[steps] == pytest.approx(here[proposed] / here[steps], rel=0.1)
+    assert landed[accepted] / landed[proposed] == pytest.approx(here[accepted] / here[proposed], abs=0.05)
+    if drafter == "draft":  # the target's own guesses: a prompt that was not read would spoil them
+        assert landed[accepted] > 0.6 * landed[proposed]
+
+
+@pytest.mark.parametrize("drafter", ["off", "draft", "medusa", "eagle", "mtp"])
+def test_kv21_a_prompts_listener_hears_each_layer_of_the_target_once_in_order_whatever_guesses(
+    drafter: str, grammars: GrammarCompiler
+) -> None:
+    """Nothing of a drafter is written before, between or behind them, into the blocks that leave."""
+    index = 9  # 33 tokens, in chunks of 16
+    heard: list[tuple[str, int]] = []
+
+    class Hearing(Listener):
+        def chunk_started(self, first_token: int, num_tokens: int) -> None:
+            heard.append(("chunk", first_token))
+
+        def layer_written(self, layer: int) -> None:
+            heard.append(("layer", layer))
+
+        def chunk_finished(self) -> None:
+            heard.append(("finished", 0))
+
+    contents = []
+    for each in ("off", drafter):
+        heard.clear()
+        with Bench(Way(each, 8, 16, "here", "enough", "cold"), grammars) as bench:
+            for beside in range(3):  # others decode with drafts in the same steps
+                bench.submit("beside", beside)
+            bench.submit("r", index, hold_blocks=True, kv_listener=(listener := Hearing()))
+            bench.outputs("r", index)
+            contents.append(bench.memory.save_blocks([ref.block for ref in listener.blocks]).tobytes())
+            bench.engine.release(RequestId(f"r{index}"))
+            for beside in range(3):
+                bench.outputs("beside", beside)
+        layers = [("layer", layer) for layer in range(MODEL.num_layers)]
+        assert heard == [part for first in (0, 16, 32) for part in (("chunk", first), *layers, ("finished", 0))]
+    assert contents[0] == contents[1]
+
+
 # --- mutants --------------------------------------------------------------------------------------------------------
 
 

@@ -158,7 +158,27 @@ def test_f35_flipped_header_bytes_never_escape_as_another_error(tmp_path: Path) 
     ],
 )
 def test_unsupported_files_say_what_is_unsupported(
-    metadata: dict[str, int | str], message: str, tmp_path: Path
+    metadata: dict[str, int | str | list[int]], message: str, tmp_path: Path
+) -> None:
+    save_gguf(random_model("llama"), tmp_path / "m.gguf")
+    _replace_tensors(tmp_path / "m.gguf", tmp_path / "x.gguf", {}, "F32", metadata=metadata)
+    with pytest.raises(StartupError, match=message):
+        GgufWeights(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        *(
+            ({"general.architecture": name}, f"'{name}' model: supported are")
+            for name in ("gemma3", "jamba", "gpt-oss")
+        ),
+        ({"llama.attention.head_count_kv": [2, 0, 2]}, "head_count_kv is"),
+        ({"llama.attention.sliding_window": [24, 0, 24]}, "sliding_window is"),
+    ],
+)
+def test_kv25_rt11_a_file_whose_layers_keep_several_kinds_of_kv_is_refused(
+    metadata: dict[str, int | str | list[int]], message: str, tmp_path: Path
 ) -> None:
     save_gguf(random_model("llama"), tmp_path / "m.gguf")
     _replace_tensors(tmp_path / "m.gguf", tmp_path / "x.gguf", {}, "F32", metadata=metadata)
@@ -218,7 +238,7 @@ def _replace_tensors(
     blocks: dict[str, npt.NDArray[np.uint8]],
     kind: str,
     extra: dict[str, npt.NDArray[np.float32]] | None = None,
-    metadata: dict[str, int | str] | None = None,
+    metadata: dict[str, int | str | list[int]] | None = None,
 ) -> None:
     """Rewrites a GGUF file with some tensors, further tensors or metadata in place of its own."""
     stored_blocks = {gguf_name(name): data for name, data in blocks.items()}
@@ -234,7 +254,9 @@ def _replace_tensors(
         else:
             writer.add_key_value(key, field.contents(), field.types[0])
     for key, value in values.items():
-        if key != "general.architecture":
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif key != "general.architecture":
             writer.add_key_value(
                 key, value, gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32
             )

@@ -110,6 +110,30 @@ def test_unsupported_configs_say_what_is_unsupported(
         open_weights(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("variant", "changes", "message"),
+    [
+        ("llama", {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "layer_types"),
+        ("llama", {"layer_types": ["full_attention", "linear_attention", "mamba"]}, "layer_types"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
+        ("qwen3", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "layer_types"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": None, "max_window_layers": 2}, "max_window_layers"),
+        *(
+            ("llama", {"model_type": model_type}, f"model_type '{model_type}' is not supported")
+            for model_type in ("jamba", "gemma3_text", "gpt_oss", "qwen3_next", "nemotron_h", "zamba2", "deepseek_v3")
+        ),
+    ],
+)
+def test_kv25_rt11_a_model_whose_layers_keep_several_kinds_of_kv_is_refused(
+    variant: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Windows here and none there, states beside KV: a prompt has one group of blocks, which is there or is not."""
+    save_safetensors(random_model(variant), tmp_path)
+    _edit(tmp_path, **changes)
+    with pytest.raises(StartupError, match=message):
+        open_weights(tmp_path)
+
+
 def test_broken_directories_are_refused_in_one_line(tmp_path: Path) -> None:
     def broken(name: str) -> Path:
         return save_safetensors(random_model("llama"), tmp_path / name)
