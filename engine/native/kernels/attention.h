@@ -13,6 +13,7 @@
 // Bytes past the end of a sequence are never read: rows of zeros stand for them.
 #pragma once
 #include "kernels/attention_layout.h"
+#include "kernels/attention_softmax.h"
 #include "kernels/dense_linear.h"
 #include "kernels/elementwise.h"
 #if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
@@ -21,55 +22,11 @@
 #ifdef TANDEM_TILES
 #include "kernels/tile_products.h"
 #endif
+#ifdef TANDEM_BF16_BY_FMA
+#include "kernels/float_attention.h"
+#endif
 
 namespace {
-
-// One block of rows against the tile that is arranged in the scratch.
-struct BlockTile {
-    int first_row;
-    int num_rows;
-    int first_key;
-    int num_keys;  // a multiple of 32; keys past a row's position are masked
-};
-
-// The largest of a row's scores in powers of two, those outside [low, high) left out. The scale holds log2(e).
-inline float mask_row(float* scores, int num_keys, int low, int high, float scale) {
-    for (int i = 0; i < low; ++i) scores[i] = kNegativeInfinity;
-    for (int i = high > 0 ? high : 0; i < num_keys; ++i) scores[i] = kNegativeInfinity;
-    F highest = vset1(kNegativeInfinity);
-    for (int i = 0; i < num_keys; i += kWidth) highest = vmax(highest, vload(scores + i));
-    return vmaximum(highest) * scale;
-}
-
-// Turns a row's scores into weights 2^(score * scale - maximum) and corrects what was summed before.
-template <class Products>
-inline void weigh_row(const AttentionTask& task, const Scratch<Products>& s, int row, const float* scores, int num_keys,
-                      float tile_maximum, typename Products::Activation* p) {
-    const float before = s.maximum[row], maximum = tile_maximum > before ? tile_maximum : before;
-    float* sum_lanes = s.sum + (size_t)row * kWidth;
-    F sum = vload(sum_lanes);
-    if (maximum != before) {
-        const F correction = before == kNegativeInfinity ? vzero() : vexp2(vset1(before - maximum));
-        s.maximum[row] = maximum;
-        sum = vmul(sum, correction);
-        float* out = s.out + (size_t)row * task.kv.head_dim;
-        for (int i = 0; i < task.kv.head_dim; i += kWidth) vstore(out + i, vmul(vload(out + i), correction));
-    }
-    const F scale = vset1(task.scale * kLog2E), shift = vset1(maximum == kNegativeInfinity ? 0.0f : -maximum);
-    for (int i = 0; i < num_keys; i += kWidth) {
-        const F exponent = vfma(vload(scores + i), scale, shift);
-        if constexpr (Products::kInputs == 2) {
-            const F weight = vexp2_for_bf16(exponent);
-            sum = vadd(sum, weight);
-            vstore_bf16((uint16_t*)p + i, weight);
-        } else {
-            const F weight = Products::kOfBf16 ? vexp2_for_bf16(exponent) : vexp2(exponent);
-            sum = vadd(sum, weight);
-            vstore((float*)p + i, weight);
-        }
-    }
-    vstore(sum_lanes, sum);
-}
 
 // The two products on vector registers.
 template <class Dot>
@@ -78,7 +35,6 @@ struct RegisterProducts {
     using Function = void (*)(const Activation*, const uint8_t*, int, int, float*);
     struct Session {};  // what must live while products are made
     static constexpr int kInputs = Dot::kInputs;
-    static constexpr bool kOfBf16 = !std::is_same_v<Dot, DotF32>;  // values have no more bits
     static constexpr int kBlockRows = kPairRows;
     static constexpr int kKeySteps = kTileKeys / kInputs;
 
@@ -127,44 +83,19 @@ struct RegisterProducts {
     }
 };
 
-// What multiplies bfloat16 keys and values.
+// What multiplies bfloat16 and float32 keys and values.
 #if defined(TANDEM_TILES)
 using Bf16Products = TileProducts;
 #elif defined(TANDEM_BF16_BY_FMA)
-using Bf16Products = RegisterProducts<DotWidenedBefore>;
+using Bf16Products = FloatProducts<true>;
 #else
 using Bf16Products = RegisterProducts<DotPairs>;
 #endif
-
-// Hides the keys of the step's other branches from a row of a tree: the key of row j lies at root + j.
-inline void hide_branches(float* scores, int num_keys, int root, uint32_t mask) {
-    for (int j = root < 0 ? -root : 0; j < 32 && root + j < num_keys; ++j)
-        if (!(mask >> j & 1u)) scores[root + j] = kNegativeInfinity;
-}
-
-// Scores of a block of rows become weights, masked for each row. All maxima come first: each is a chain of shuffles, and
-// the next row's need not wait for it.
-template <class Products>
-inline void softmax_block(const AttentionTask& task, const Scratch<Products>& s, const BlockTile& tile) {
-    float maxima[Products::kBlockRows];
-    for (int m = 0; m < tile.num_rows; ++m) {
-        const int query = (tile.first_row + m) / task.group, key = task.first_position + query;
-        const int end = key + 1 - tile.first_key;
-        int position = key;
-        if (task.tree_masks) {
-            const int row = task.first_row + query;
-            position = task.tree_positions[row];
-            hide_branches(s.scores + m * kTileKeys, tile.num_keys, key - row - tile.first_key, (uint32_t)task.tree_masks[row]);
-        }
-        const int start = task.window ? position - task.window + 1 - tile.first_key : 0;
-        const int high = end < tile.num_keys ? end : tile.num_keys;
-        const int low = start > 0 ? (start < tile.num_keys ? start : tile.num_keys) : 0;
-        maxima[m] = mask_row(s.scores + m * kTileKeys, tile.num_keys, low, high, task.scale * kLog2E);
-    }
-    for (int m = 0; m < tile.num_rows; ++m)
-        weigh_row(task, s, tile.first_row + m, s.scores + m * kTileKeys, tile.num_keys, maxima[m],
-                  s.p + m * (kTileKeys / Products::kInputs));
-}
+#ifdef TANDEM_BF16_BY_FMA
+using F32Products = FloatProducts<false>;
+#else
+using F32Products = RegisterProducts<DotF32>;
+#endif
 
 template <class Products>
 inline void attend_block(const AttentionTask& task, const Scratch<Products>& s, const BlockTile& tile) {
@@ -179,10 +110,14 @@ template <class Products>
 inline void start_rows(const AttentionTask& task, const Scratch<Products>& s, int head, int rows) {
     const int head_dim = task.kv.head_dim;
     const float* first = task.q + (size_t)head * task.group * head_dim;
+    [[maybe_unused]] const F scale = vset1(task.scale * kLog2E);
     for (int row = 0; row < rows; ++row) {
         const float* q = first + row / task.group * task.q_stride + row % task.group * head_dim;
-        for (int i = 0; i < head_dim; i += kWidth) vstore(s.out + (size_t)row * head_dim + i, vload(q + i));
-        s.maximum[row] = kNegativeInfinity;
+        for (int i = 0; i < head_dim; i += kWidth) {
+            const F x = vload(q + i);
+            vstore(s.out + (size_t)row * head_dim + i, Traits<Products>::kScalesQueries ? vmul(x, scale) : x);
+        }
+        s.maximum[row] = kLowest;
         vstore(s.sum + (size_t)row * kWidth, vzero());
     }
     Products::pack_queries(s.out, rows, head_dim, s.q);
@@ -279,7 +214,7 @@ inline void attend(const AttentionTask& task, const AttentionTask* next, void* s
 
 inline size_t attention_scratch_bytes(int rows, int num_kv_heads, int head_dim) {
     const size_t pairs = Scratch<Bf16Products>::carve(nullptr, rows, num_kv_heads, head_dim, nullptr);
-    const size_t floats = Scratch<RegisterProducts<DotF32>>::carve(nullptr, rows, num_kv_heads, head_dim, nullptr);
+    const size_t floats = Scratch<F32Products>::carve(nullptr, rows, num_kv_heads, head_dim, nullptr);
     return pairs > floats ? pairs : floats;
 }
 
@@ -287,7 +222,7 @@ inline void attention(const AttentionTask& task, const AttentionTask* next, void
 #ifdef __AVX512BF16__
     if (task.kv.type == KvType::kBf16) return attend<Bf16Products>(task, next, scratch);
 #endif
-    attend<RegisterProducts<DotF32>>(task, next, scratch);
+    attend<F32Products>(task, next, scratch);
 }
 
 }  // namespace

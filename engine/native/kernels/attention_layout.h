@@ -17,8 +17,16 @@ constexpr int kMaxHeadDim = 256;
 // drops such a request while its queue is full, so the shortest lead is the best: attention of 16 streams at 2,048 tokens
 // takes 47 ms a step with one panel, 55 with two, 59 with four.
 constexpr int kPrefetchPanels = 1;
-constexpr float kNegativeInfinity = -__builtin_inff();
+constexpr float kNegativeInfinity = -__builtin_inff();  // of a hidden key
+constexpr float kLowest = -3.4e38f;                     // of a row that has seen no key
 alignas(64) constexpr uint8_t kZeroRow[kMaxHeadDim * 4] = {};
+
+// Where products of attention differ from most.
+template <class Products>
+struct Traits {
+    static constexpr bool kScalesQueries = false;                // by attention's scale and to powers of two
+    static constexpr bool kBf16Values = Products::kInputs == 2;  // which need no finer weights
+};
 
 // Parts of the scratch memory of one task; all but the last four hold one part for each KV head.
 template <class Products>
@@ -32,7 +40,7 @@ struct Scratch {
     uint8_t* keys;    // [kv heads][kTileKeys / 16 panels][steps of dims] rows of 64 bytes
     uint8_t* values;  // [kv heads][head_dim / 16 panels][steps of keys] rows of 64 bytes
     float* scores;    // [block rows, kTileKeys]
-    Activation* p;    // [block rows, kTileKeys]
+    Activation* p;    // [block rows, kTileKeys]; floats take the scores' place
     float* widened;   // [16, head_dim], where bfloat16 KV is computed in float32
 
     static size_t carve(uint8_t* base, int rows, int num_kv_heads, int head_dim, Scratch* out) {
@@ -52,7 +60,7 @@ struct Scratch {
         s.keys = take(tile / kInputs * 4);
         s.values = take(tile / kInputs * 4);
         s.scores = (float*)take((size_t)Products::kBlockRows * kTileKeys * 4);
-        s.p = (Activation*)take((size_t)Products::kBlockRows * kTileKeys * 4);
+        s.p = kInputs == 1 ? (Activation*)s.scores : (Activation*)take((size_t)Products::kBlockRows * kTileKeys * 4);
         s.widened = (float*)take((size_t)kPanelOutputs * head_dim * 4);
         if (out) *out = s;
         return (size_t)(at - base);
@@ -158,33 +166,48 @@ inline void prefetch_panel(const AttentionTask& task, int index) {
     }
 }
 
+// How products that do not say it themselves want 16 keys or values, `key` keys into the tile.
+template <class Products>
+struct Arrangement {
+    static constexpr bool kWidens = Products::kInputs == 1;  // bfloat16 that is computed in float32
+
+    static void keys(const uint8_t* const* rows, int head_dim, int key, uint8_t* tile) {
+        const int steps = head_dim / Products::kInputs;
+        arrange_keys(rows, steps, tile + (size_t)key / kPanelOutputs * steps * kRowBytes);
+    }
+    static void values(const uint8_t* const* rows, int head_dim, int key, uint8_t* tile) {
+        uint8_t* to = tile + (size_t)key / Products::kInputs * kRowBytes;
+        if constexpr (Products::kInputs == 2)
+            arrange_value_pairs(rows, head_dim, to);
+        else
+            arrange_values(rows, head_dim, to);
+    }
+};
+
 // Brings keys and values of up to `num_keys` keys into the scratch, in the order in which the pool has them: all heads' keys of
 // a block, then all heads' values.
 template <class Products>
 inline void arrange_tile(const AttentionTask& task, const Scratch<Products>& s, int first_key, int end_key, int num_keys) {
-    const int head_dim = task.kv.head_dim, steps = head_dim / Products::kInputs;
-    const bool widen = Products::kInputs == 1 && task.kv.type == KvType::kBf16;
-    const size_t element = task.kv.type == KvType::kBf16 ? 2 : 4;
-    const size_t head_bytes = task.kv.head_stride * element, tile_bytes = (size_t)kTileKeys * steps * 4;
+    const int head_dim = task.kv.head_dim;
+    const bool widen = Arrangement<Products>::kWidens && task.kv.type == KvType::kBf16;
+    const size_t element = task.kv.type == KvType::kBf16 ? 2 : 4, row_bytes = head_dim * element;
+    const size_t head_bytes = task.kv.head_stride * element, value_bytes = task.kv.value_offset * element;
+    const size_t tile_bytes = (size_t)kTileKeys * head_dim / Products::kInputs * 4;
     const uint8_t* rows[kPanelOutputs];
     for (int key = 0; key < num_keys; key += kPanelOutputs) {
         const int at = first_key + key, ahead = at + kPrefetchPanels * kPanelOutputs;
         const PanelRows panel(task, element, at, end_key - at), next(task, element, ahead, end_key - ahead);
         for (int head = 0; head < task.num_kv_heads; ++head) {
             panel.at(head * head_bytes, rows);
-            next.prefetch(head * head_bytes, head_dim * element);
+            next.prefetch(head * head_bytes, row_bytes);
             if (widen) widen_rows(rows, head_dim, s.widened);
-            arrange_keys(rows, steps, s.keys + head * tile_bytes + (size_t)key / 16 * steps * kRowBytes);
+            Arrangement<Products>::keys(rows, head_dim, key, s.keys + head * tile_bytes);
         }
         for (int head = 0; head < task.num_kv_heads; ++head) {
-            panel.at(task.kv.value_offset * element + head * head_bytes, rows);
-            next.prefetch(task.kv.value_offset * element + head * head_bytes, head_dim * element);
+            panel.at(value_bytes + head * head_bytes, rows);
+            next.prefetch(value_bytes + head * head_bytes, row_bytes);
             if (widen) widen_rows(rows, head_dim, s.widened);
-            uint8_t* values = s.values + head * tile_bytes + (size_t)key / Products::kInputs * kRowBytes;
-            if constexpr (Products::kInputs == 2)
-                arrange_value_pairs(rows, head_dim, values);
-            else
-                arrange_values(rows, head_dim, values);
+            Arrangement<Products>::values(rows, head_dim, key, s.values + head * tile_bytes);
         }
     }
 }

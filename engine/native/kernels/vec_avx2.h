@@ -58,7 +58,7 @@ inline I ibits(F a) { return _mm256_castps_si256(a); }
 inline F vfrom_int(I a) { return _mm256_cvtepi32_ps(a); }
 inline I ifrom_float(F a) { return _mm256_cvtps_epi32(a); }
 
-inline F vfraction(F a) { return vsub(a, vround(a)); }
+inline F vfraction(F a) { return vsub(a, _mm256_floor_ps(a)); }
 constexpr bool kScalesAnyExponent = false;
 inline F vscale(F x, F n) {
     const F power = vbits(_mm256_slli_epi32(iadd(ifrom_float(vmax(n, vset1(-127.0f))), iset1(127)), 23));
@@ -93,6 +93,14 @@ inline I dot_bytes(I acc, I w, I x) {
     const I even = _mm256_madd_epi16(iand(w, iset1(0x00ff00ff)), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
     const I odd = _mm256_madd_epi16(_mm256_srli_epi16(w, 8), _mm256_srai_epi16(x, 8));
     return iadd(acc, iadd(even, odd));
+}
+
+// Lane i: the largest of rows[i]. Lanes of rows that are not there hold anything.
+template <int kRows>
+inline F vmaxima(const F (&rows)[kRows]) {
+    float largest[kWidth] = {};
+    for (int i = 0; i < kRows; ++i) largest[i] = vmaximum(rows[i]);
+    return vload(largest);
 }
 
 }  // namespace

@@ -26,10 +26,32 @@ inline F vfma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 inline F vfnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
 inline float vsum(F a) { return _mm512_reduce_add_ps(a); }
 inline float vmaximum(F a) { return _mm512_reduce_max_ps(a); }
+// Lane i: the largest of rows[i]. Lanes of rows that are not there hold anything.
+template <int kRows>
+inline F vmaxima(const F (&rows)[kRows]) {
+    static_assert(kRows == 4 || kRows == 16);
+    F quads[kRows / 4];  // [128-bit lane][4 rows]
+    for (int i = 0; i < kRows / 4; ++i) {
+        F pairs[2];
+        for (int j = 0; j < 2; ++j) {
+            const F a = rows[4 * i + 2 * j], b = rows[4 * i + 2 * j + 1];
+            pairs[j] = vmax(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+        }
+        const __m512d low = _mm512_castps_pd(pairs[0]), high = _mm512_castps_pd(pairs[1]);
+        quads[i] = vmax(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    }
+    constexpr int kAfter = kRows == 4 ? 0 : 1;
+    F halves[kAfter + 1];
+    for (int i = 0; i <= kAfter; ++i) {
+        const F a = quads[2 * i * kAfter], b = quads[(2 * i + 1) * kAfter];
+        halves[i] = vmax(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    }
+    return vmax(_mm512_shuffle_f32x4(halves[0], halves[kAfter], 0x88), _mm512_shuffle_f32x4(halves[0], halves[kAfter], 0xdd));
+}
 inline F vround(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-// a - vround(a), exactly; 0 for an infinite one
-inline F vfraction(F a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-constexpr bool kScalesAnyExponent = true;  // vscale below takes every n, vfraction every exponent
+// What a is above the next whole number below; 0 for an infinite one
+inline F vfraction(F a) { return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+constexpr bool kScalesAnyExponent = true;  // vscale below takes every n and rounds it down, vfraction every exponent
 // x * 2^n for a whole n <= 127; 0 where that is below the smallest normal float or close to it
 inline F vscale(F x, F n) { return _mm512_scalef_ps(x, n); }
 

@@ -70,7 +70,10 @@ inline I ifrom_float(F a) {
     return I{(int32_t)r[0], (int32_t)r[1], (int32_t)r[2], (int32_t)r[3]};
 }
 
-inline F vfraction(F a) { return vsub(a, vround(a)); }
+inline F vfraction(F a) {
+    const F r = vsub(a, vround(a));
+    return r < vzero() ? vadd(r, vset1(1.0f)) : r;
+}
 constexpr bool kScalesAnyExponent = false;
 inline F vscale(F x, F n) {
     return vmul(x, vbits(ishift_left<23>(iadd(ifrom_float(vmax(n, vset1(-127.0f))), iset1(127)))));
@@ -115,6 +118,14 @@ inline I dot_bytes(I acc, I w, I x) {
     acc += ((w >> 8) & iset1(0xff)) * ((I)(x << 16) >> 24);
     acc += ((w >> 16) & iset1(0xff)) * ((I)(x << 8) >> 24);
     return acc + ((w >> 24) & iset1(0xff)) * (x >> 24);
+}
+
+// Lane i: the largest of rows[i]. Lanes of rows that are not there hold anything.
+template <int kRows>
+inline F vmaxima(const F (&rows)[kRows]) {
+    float largest[kWidth] = {};
+    for (int i = 0; i < kRows; ++i) largest[i] = vmaximum(rows[i]);
+    return vload(largest);
 }
 
 }  // namespace
