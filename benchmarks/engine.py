@@ -30,6 +30,7 @@ from engine.model_config import ModelConfig
 from engine.model_loader import open_weights
 from engine.native_library import NumberFormat
 from engine.native_runner import NativeRunner
+from engine.sampler import sample_greedily
 from engine.step import StepInput
 
 BLOCK_TOKENS = 16
@@ -140,8 +141,9 @@ def measure_decode(engine: EngineUnderTest, floors: Floors, batch: int, context:
 
 
 def decode(engine: EngineUnderTest, step: StepInput) -> list[int]:
-    """The step's tokens, found as `engine.sampler` finds them."""
-    token_ids: list[int] = engine.runner.forward(step, None).logits.numpy().argmax(-1).tolist()
+    """The step's tokens, found as the engine finds them."""
+    output = engine.runner.forward(step, None)
+    token_ids: list[int] = sample_greedily(output.logits, output.most_likely).token_ids.tolist()
     return token_ids
 
 

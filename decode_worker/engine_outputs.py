@@ -27,10 +27,11 @@ class EngineOutputs:
 
     def sink(self, outputs: Sequence[SequenceOutput]) -> None:
         """Called from the engine thread; returns at once."""
-        self._counters.engine_step(len(outputs), sum(len(output.token_ids) for output in outputs))
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def _deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+        # Counted here and not by the engine's thread, which has a step to begin.
+        self._counters.engine_step(len(outputs), sum(len(output.token_ids) for output in outputs))
         entries: dict[RouterSession, list[StepEntry]] = {}
         for output in outputs:
             flow = self._live.of_engine(output.request_id)

@@ -12,7 +12,7 @@ from engine.draft import ROOT
 from engine.executor import StepResults
 from engine.logprobs import position_logprobs
 from engine.request import EngineLimits, PositionLogprobs
-from engine.sampler import SampleRow, SamplerState, sample
+from engine.sampler import SampleRow, SamplerState, sample, sample_greedily
 from engine.sequence import Sequence
 from engine.step import LayerCallback, ModelRunner
 from engine.step_builder import StepBuilder, num_prompt_targets
@@ -56,20 +56,18 @@ class ModelExecutor:
         if self._tap_layers:
             step = replace(step, tap_layers=self._tap_layers)
         output = self._runner.forward(step, layer_done)
-        logits, taps = output.logits, output.taps
+        logits, taps, most_likely = output.logits, output.taps, output.most_likely
         prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
         if any(chunk.sequence.wants_prompt_logprobs for chunk in chunks):
             sampled_rows, prompt_logprobs = _split_off_prompt(logits, chunks)
             logits, taps = logits[sampled_rows], None if taps is None else taps[sampled_rows]
-        rows = [
-            self._sample_row(chunk, node)
-            for chunk in chunks
-            if chunk.is_sampled
-            for node in range(ROOT, chunk.num_drafts)
-        ]
-        if not rows:
+            most_likely = None if most_likely is None else most_likely[sampled_rows]
+        if not logits.shape[0]:
             return StepResults([], prompt_logprobs=prompt_logprobs)
-        samples = sample(logits, rows)
+        if self._are_plain_greedy(chunks):
+            samples = sample_greedily(logits, most_likely)
+        else:
+            samples = sample(logits, self._rows(chunks), most_likely)
         return StepResults(
             samples.token_ids.tolist(),
             samples.failed,
@@ -88,14 +86,29 @@ class ModelExecutor:
         self._builder.forget(sequence)
         self._sampler_states.pop(sequence, None)
 
-    def _sample_row(self, chunk: ScheduledChunk, node: int) -> SampleRow:
-        """The row of one of the step's drafts, or ROOT: of the last known token."""
-        sequence = chunk.sequence
+    def _are_plain_greedy(self, chunks: Chunks[ScheduledChunk]) -> bool:
+        return all(self._state(chunk.sequence).is_plain_greedy for chunk in chunks if chunk.is_sampled)
+
+    def _rows(self, chunks: Chunks[ScheduledChunk]) -> list[SampleRow]:
+        return [
+            self._sample_row(chunk, node)
+            for chunk in chunks
+            if chunk.is_sampled
+            for node in range(ROOT, chunk.num_drafts)
+        ]
+
+    def _state(self, sequence: Sequence) -> SamplerState:
         state = self._sampler_states.get(sequence)
         if state is None:
             grammar = sequence.grammar.result(0).begin(sequence.num_prompt_tokens) if sequence.grammar else None
             state = SamplerState(sequence.request.sampling, sequence.num_prompt_tokens, grammar)
             self._sampler_states[sequence] = state
+        return state
+
+    def _sample_row(self, chunk: ScheduledChunk, node: int) -> SampleRow:
+        """The row of one of the step's drafts, or ROOT: of the last known token."""
+        sequence = chunk.sequence
+        state = self._state(sequence)
         token_ids = sequence.token_ids_to(node)
         num_ahead = len(token_ids) - sequence.num_tokens
         guesses = sequence.draft.drawn_children(node, chunk.num_drafts) if chunk.num_drafts else ()

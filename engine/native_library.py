@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)
@@ -102,6 +102,7 @@ class Step(ctypes.Structure):
         ("taps", c_void_p),
         ("num_tap_layers", c_int32),
         ("tree_masks", c_void_p),
+        ("most_likely", c_void_p),
     )
 
 

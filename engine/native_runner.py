@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,14 @@ from engine.weights.weight_source import WeightSource
 # The library writes whole panels of 16 logits.
 PANEL_OUTPUTS = 16
 _NO_CALLBACK = LayerCallbackPointer()
+
+
+class _Call(NamedTuple):
+    """A step's call and what it fills. Steps of one batch are one object, so addresses are looked up once for many."""
+
+    step: StepInput
+    call: Callable[[], int]
+    output: StepOutput
 
 
 class NativeRunner:
@@ -74,6 +82,8 @@ class NativeRunner:
         self._hidden = np.empty((0, config.hidden_size), np.float32)
         self._taps = np.empty((0, 0, config.hidden_size), np.float32)
         self._tap_layers = np.empty(0, np.int32)
+        self._most_likely = np.empty(0, np.int32)
+        self._last: _Call | None = None
         self._model = ctypes.c_void_p(_create_model(self._library, config, num_threads, isa))
         try:
             loader = WeightLoader(self._library, self._model, weights, dtype, quantization, compression)
@@ -89,24 +99,37 @@ class NativeRunner:
 
         Raises `EngineFailure` for arrays that point outside the model or the pool; nothing was written then.
         """
-        failure: list[BaseException] = []
-        callback = _NO_CALLBACK if layer_done is None else _guarded(layer_done, failure)
-        native_library.check(self.native_call(step, callback)())
-        if failure:
-            raise failure[0]
+        if layer_done is not None:
+            failure: list[BaseException] = []
+            native_library.check(self.native_call(step, _guarded(layer_done, failure))())
+            if failure:
+                raise failure[0]
+            return self._output(step)
+        last = self._last
+        if last is None or last.step is not step:
+            last = _Call(step, self.native_call(step), self._output(step))
+            self._last = last
+        native_library.check(last.call())
+        return last.output
+
+    def _output(self, step: StepInput) -> StepOutput:
+        """Views of what the call for this step fills."""
         num_rows, num_taps = step.logit_rows.shape[0], len(step.tap_layers)
         return StepOutput(
             logits=torch.from_numpy(self._logits[:num_rows, : self.config.vocab_size]),
             hidden=torch.from_numpy(self._hidden[:num_rows]),
             taps=torch.from_numpy(self._taps[:num_rows]) if num_taps else None,
+            most_likely=self._most_likely[:num_rows],
         )
 
     def native_call(self, step: StepInput, callback: ctypes._FuncPointer = _NO_CALLBACK) -> Callable[[], int]:
         """The one call that computes the step, ready to be made: benchmarks time it alone."""
+        self._last = None  # the buffers may move
         num_rows = step.logit_rows.shape[0]
         if num_rows > self._logits.shape[0]:
             self._logits = np.empty((num_rows, self._logits_stride), np.float32)
             self._hidden = np.empty((num_rows, self.config.hidden_size), np.float32)
+            self._most_likely = np.empty(num_rows, np.int32)
         if self._taps.shape[0] < num_rows or self._taps.shape[1] != len(step.tap_layers):
             self._taps = np.empty((num_rows, len(step.tap_layers), self.config.hidden_size), np.float32)
         arguments = self._step_arguments(step)
@@ -191,6 +214,7 @@ class NativeRunner:
             self._taps.ctypes.data,
             len(step.tap_layers),
             None if step.tree_masks is None else _address(step.tree_masks, np.int32),
+            self._most_likely.ctypes.data,
         )
 
     def _attach_pool(self, memory: KvMemory) -> None:

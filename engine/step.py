@@ -64,11 +64,16 @@ class StepInput:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """`logits` [R, vocab] float32, `hidden` [R, hidden] (last hidden states of the same rows, for drafters)."""
+    """`logits` [R, vocab] float32, `hidden` [R, hidden] (last hidden states of the same rows, for drafters).
+
+    `most_likely` [R], of a runner that finds them on the way: each row's token with the largest logit, of equal ones
+    the first; -1 where a logit is NaN or the largest is not finite.
+    """
 
     logits: torch.Tensor
     hidden: torch.Tensor
     taps: torch.Tensor | None = None
+    most_likely: Int32Array | None = None
 
 
 class ModelRunner(Protocol):

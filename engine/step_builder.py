@@ -7,6 +7,7 @@ new block ids and last tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence as Chunks
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,6 +15,16 @@ from engine.request import EngineLimits
 from engine.sequence import Sequence
 from engine.step import Int32Array, StepInput
 from engine.step_plan import ScheduledChunk
+
+
+@dataclass(slots=True)
+class _Decodes:
+    """The last step in which everyone had one token."""
+
+    step: StepInput
+    sequences: list[Sequence]
+    block_indices: list[int]  # of each last token's block in its sequence
+    slot_starts: list[int]  # what a last token's position is added to for its slot
 
 
 class StepBuilder:
@@ -32,10 +43,16 @@ class StepBuilder:
         self._query_starts = np.zeros(limits.max_sequences + 1, dtype=np.int32)
         self._context_lens = np.zeros(limits.max_sequences, dtype=np.int32)
         self._block_numbers = np.arange(max_blocks, dtype=np.int32)
-        self._ascending = np.arange(limits.max_batch_tokens, dtype=np.int32)
+        self._ascending = np.arange(limits.max_batch_tokens + 1, dtype=np.int32)
+        self._decodes: _Decodes | None = None
 
     def build(self, chunks: Chunks[ScheduledChunk]) -> StepInput:
-        """The step of these chunks, in their order."""
+        """The step of these chunks, in their order.
+
+        While the same sequences decode it is the same object with new content: who takes addresses may keep them.
+        """
+        if all(chunk.num_tokens == 1 and not chunk.num_drafts and chunk.is_sampled for chunk in chunks):
+            return self._build_decodes(chunks)
         num_sequences = len(chunks)
         rows = np.array([self._row(chunk.sequence) for chunk in chunks], dtype=np.intp)
         counts = np.array([chunk.num_rows for chunk in chunks], dtype=np.int32)
@@ -69,6 +86,58 @@ class StepBuilder:
             self._tables[row, : self._num_known_blocks[row]] = 0
             self._num_known_blocks[row] = 0
             self._free_rows.append(row)
+            self._decodes = None
+
+    def _build_decodes(self, chunks: Chunks[ScheduledChunk]) -> StepInput:
+        """One token each. Between two calls of a model Python runs with cold caches, so what is touched is time: of the
+        last such step everything stays but tokens, places, and the blocks that were begun."""
+        sequences = [chunk.sequence for chunk in chunks]
+        positions = [chunk.first_token for chunk in chunks]
+        block_indices = [position // self._block_tokens for position in positions]
+        decodes = self._decodes
+        if decodes is None or decodes.sequences != sequences or not self._begin_blocks(decodes, block_indices):
+            decodes = self._decodes = self._lay_decodes(sequences, block_indices)
+        step = decodes.step
+        step.token_ids[:] = [sequence.last_token_id for sequence in sequences]
+        step.positions[:] = positions
+        step.context_lens[:] = [position + 1 for position in positions]
+        step.slots[:] = [position + start for position, start in zip(positions, decodes.slot_starts, strict=True)]
+        return step
+
+    def _begin_blocks(self, decodes: _Decodes, block_indices: list[int]) -> bool:
+        """Enters the blocks that were begun since the last step. False where the table has no room for one."""
+        if block_indices == decodes.block_indices:
+            return True
+        if max(block_indices) >= decodes.step.block_tables.shape[1]:
+            return False
+        for place, block_index in enumerate(block_indices):
+            if block_index != decodes.block_indices[place]:
+                block = decodes.sequences[place].blocks[block_index].block
+                decodes.step.block_tables[place, block_index] = block
+                decodes.slot_starts[place] = (block - block_index) * self._block_tokens
+        decodes.block_indices = block_indices
+        return True
+
+    def _lay_decodes(self, sequences: list[Sequence], block_indices: list[int]) -> _Decodes:
+        """The arrays of a batch that was not the last step's."""
+        count = len(sequences)
+        rows = np.array([self._row(sequence) for sequence in sequences], dtype=np.intp)
+        starts = [
+            (sequence.blocks[block_index].block - block_index) * self._block_tokens
+            for sequence, block_index in zip(sequences, block_indices, strict=True)
+        ]
+        context_lens = self._context_lens[:count]
+        context_lens[:] = [(block_index + 1) * self._block_tokens for block_index in block_indices]
+        step = StepInput(
+            token_ids=self._token_ids[:count],
+            positions=self._positions[:count],
+            slots=self._slots[:count],
+            query_starts=self._ascending[: count + 1],
+            context_lens=context_lens,
+            block_tables=self._block_tables(rows, context_lens),
+            logit_rows=self._ascending[:count],
+        )
+        return _Decodes(step, sequences, block_indices, starts)
 
     def _row(self, sequence: Sequence) -> int:
         row = self._row_of.get(sequence)

@@ -1,5 +1,6 @@
 // A Llama-family decoder: its packed weights and one forward pass over a flattened batch.
 #pragma once
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -20,6 +21,13 @@ struct Layer {
     std::vector<float> query_norm, key_norm;  // empty: none
 };
 
+// The largest logit of a row so far.
+struct Peak {
+    float value = -std::numeric_limits<float>::infinity();
+    int32_t token = -1;
+    bool has_nan = false;
+};
+
 // Buffers of one step, float32, grown to the largest step seen. `rows` are tokens.
 struct Workspace {
     int rows = 0;
@@ -31,6 +39,8 @@ struct Workspace {
     std::vector<AttentionTask> tasks;             // of one layer
     std::vector<int32_t> kept;          // the step's rows that go on after the last layer's keys and values, ascending
     std::vector<int32_t> logit_places;  // of each row whose logits are wanted: its place among the kept ones
+
+    std::vector<Peak> peaks;            // of each thread's part of the vocabulary, row after row
 
     size_t num_bytes() const;
 };

@@ -1,4 +1,4 @@
-// One step through the layers: norms, products, keys and values into the pool, attention, logits.
+// One step through the layers: norms, products, keys and values into the pool, attention; logits are `logits.cpp`'s.
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -283,16 +283,6 @@ void Decoder::copy_taps(const TandemStep& step, int layer, const int32_t* rows) 
             for (int i = 0; i < step.num_logit_rows; ++i)
                 std::copy_n(work_.residual.data() + (size_t)rows[i] * stride, hidden,
                             step.taps + ((size_t)i * step.num_tap_layers + tap) * hidden);
-}
-
-void Decoder::compute_logits(const TandemStep& step, float* logits, size_t logits_stride, float* hidden) {
-    if (step.num_logit_rows == 0) return;
-    const size_t stride = (size_t)padded(spec_.hidden_size);
-    for (int i = 0; i < step.num_logit_rows; ++i)
-        normalise(final_norm_, 1, work_.residual.data() + (size_t)work_.logit_places[(size_t)i] * stride,
-                  hidden + (size_t)i * spec_.hidden_size);
-    const PackedMatrix& head = output_.data ? output_ : embedding_;
-    multiply(head, hidden, (size_t)spec_.hidden_size, step.num_logit_rows, logits, logits_stride, false);
 }
 
 }  // namespace tandem

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 8
+#define TANDEM_ABI_VERSION 9
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -71,7 +71,9 @@ typedef struct {
 } TandemKvPool;
 
 /* engine.step.StepInput: B sequences with T new tokens, R rows whose logits are wanted. `inputs` replaces the token
- * ids' embeddings where it is not NULL. `taps` takes the residual stream after each of `tap_layers`, of the same R rows. */
+ * ids' embeddings where it is not NULL. `taps` takes the residual stream after each of `tap_layers`, of the same R rows;
+ * `most_likely` each one's token with the largest logit (of equal ones the first), -1 where a logit is no number or the
+ * largest is not finite. */
 typedef struct {
     const int32_t* token_ids;    /* [T] */
     const int32_t* positions;    /* [T] */
@@ -86,6 +88,7 @@ typedef struct {
     float* taps;                 /* [R, num_tap_layers, hidden_size] */
     int32_t num_tap_layers;
     const int32_t* tree_masks;   /* [T], or NULL: bit j of a row that is not 0: sees its sequence's j-th row of the step */
+    int32_t* most_likely;        /* [R], or NULL */
 } TandemStep;
 
 /* Called on the stepping thread when a layer's KV of this step is in the pool. */

@@ -205,6 +205,47 @@ def test_rows_that_the_last_layer_leaves_out_change_no_bit(isa: str, dtype: str,
         assert torch.equal(found[3], whole[3])
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_most_likely_tokens_come_with_the_logits(isa: str, num_threads: int) -> None:
+    """Of equal logits the first one's; none where a logit is no number or the largest is not finite."""
+    config = replace(SMALL_LLAMA, vocab_size=2_500, tie_embeddings=False)  # several parts of the vocabulary a thread
+    weights = RandomWeights(config)
+    head = weights.tensor("lm_head.weight")
+    head[2_000:2_400] = head[:400]  # equal logits
+    runner = small_runner(config, weights, isa=isa, num_threads=num_threads)
+    batch = Batch(64, BLOCK)
+    step = batch.step([(batch.add(tokens(length, config)), length) for length in (70, 1, 33)])
+    output = runner.forward(step, None)
+    assert output.most_likely is not None
+    assert output.most_likely.tolist() == output.logits.numpy().argmax(-1).tolist()
+    for broken in (float("nan"), float("inf")):
+        inputs = np.random.default_rng(0).normal(size=(step.num_tokens, config.hidden_size)).astype(np.float32)
+        inputs[-1] = broken
+        output = runner.forward(replace(step, inputs=inputs), None)
+        logits = output.logits.numpy()
+        assert output.most_likely is not None
+        assert output.most_likely.tolist() == np.where(np.isfinite(logits.max(-1)), logits.argmax(-1), -1).tolist()
+        assert output.most_likely[0] >= 0
+        assert output.most_likely[-1] == -1
+    runner.close()
+
+
+def test_a_step_that_is_asked_for_again_is_computed_again(isa: str) -> None:
+    """Its arrays may hold something else by then, and steps between may have moved the buffers."""
+    runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA), isa=isa)
+    batch = Batch(64, BLOCK)
+    first = batch.step([(batch.add(tokens(20)), 20)], logits="last")
+    expected = runner.forward(first, None).logits.clone()
+    token_ids = first.token_ids.copy()
+    first.token_ids[:] = token_ids[::-1]
+    assert not torch.equal(runner.forward(first, None).logits, expected)
+    first.token_ids[:] = token_ids
+    larger = batch.step([(batch.add(tokens(30)), 30)], logits="all")
+    runner.forward(larger, None)
+    assert torch.equal(runner.forward(first, None).logits, expected)
+    runner.close()
+
+
 def test_one_layer_may_be_the_whole_model(isa: str) -> None:
     config = replace(SMALL_LLAMA, num_layers=1)
     weights = RandomWeights(config)

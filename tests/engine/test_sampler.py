@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.sampling_params import SamplingParams
 from engine.logit_filters import keep_threshold
 from engine.noise import NoiseKeys, gumbel_of_bits, vocabulary_bits
-from engine.sampler import SampleRow, SamplerState, Samples, gumbel_argmax, sample
+from engine.sampler import NO_DISTRIBUTION, SampleRow, SamplerState, Samples, gumbel_argmax, sample, sample_greedily
 
 VOCAB = 1000
 PROMPT = np.arange(5, dtype=np.int32)
@@ -145,6 +145,13 @@ def test_a_greedy_tie_goes_to_the_lower_token() -> None:
     logits = torch.zeros(4, VOCAB)
     logits[:, 700] = logits[:, 300] = 5.0
     assert sample(logits.clone(), [row(temperature=0.0)] * 4).token_ids.tolist() == [300] * 4
+
+
+def test_greedy_takes_what_the_model_found_on_its_way() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 4.0, 0.0], [float("nan"), 0.0, 1.0]])
+    samples = sample_greedily(logits, np.array([1, 0, -1], np.int32))
+    assert samples.token_ids.tolist()[:2] == sample_greedily(logits).token_ids.tolist()[:2] == [1, 0]
+    assert samples.failed == sample_greedily(logits).failed == {2: NO_DISTRIBUTION}
 
 
 def test_greedy_never_computes_noise(monkeypatch: pytest.MonkeyPatch) -> None:

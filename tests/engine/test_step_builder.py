@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cluster.identity import BlockId, BlockRef
 from engine.block_pool import BlockPool
@@ -79,3 +80,74 @@ def test_prompt_logprobs_want_every_row_that_predicts_a_prompt_token() -> None:
     builder = StepBuilder(LIMITS, BLOCK)
     assert builder.build([ScheduledChunk(sequence, 0, 4)]).logit_rows.tolist() == [0, 1, 2, 3]
     assert builder.build([ScheduledChunk(sequence, 4, 2)]).logit_rows.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_of_a_decoding_batch_are_those_of_a_fresh_look(seed: int) -> None:
+    """Sequences join, leave, start over elsewhere in the pool, and begin blocks, also ones that were there ahead."""
+    random = np.random.default_rng(seed)
+    builder = StepBuilder(LIMITS, BLOCK)
+    free = list(random.permutation(200))
+    running: list[Sequence] = []
+
+    def take(num_blocks: int) -> list[BlockRef]:
+        return [BlockRef(BlockId(int(free.pop())), 0) for _ in range(num_blocks)]
+
+    def leave(sequence: Sequence) -> None:
+        builder.forget(sequence)
+        free.extend(ref.block for ref in sequence.blocks)
+        sequence.blocks = []
+
+    for number in range(300):
+        if len(running) < LIMITS.max_sequences and random.random() < 0.3:
+            num_tokens = int(random.integers(1, 20))
+            sequence = make_sequence(num_tokens, [], first_id=1000 * number, max_tokens=64)
+            sequence.blocks = take(-(-num_tokens // BLOCK) + int(random.integers(0, 3)))
+            running.insert(int(random.integers(0, len(running) + 1)), sequence)
+        for sequence in [one for one in running if one.num_tokens >= 60 or random.random() < 0.03]:
+            leave(sequence)
+            if sequence.num_tokens < 60 and random.random() < 0.5:  # preempted, and back at once in other blocks
+                sequence.blocks = take(-(-sequence.num_tokens // BLOCK))
+            else:
+                running.remove(sequence)
+        if len(running) == LIMITS.max_sequences and random.random() < 0.1:  # a step of another kind between them
+            builder.build([ScheduledChunk(running[0], 0, min(8, running[0].num_tokens))])
+        chunks = [ScheduledChunk(sequence, sequence.num_tokens - 1, 1) for sequence in running]
+        if not chunks:
+            continue
+        step = builder.build(chunks)
+        places = [sequence.num_tokens - 1 for sequence in running]
+        width = max(place // BLOCK for place in places) + 1
+        tables = np.zeros((len(running), width), np.int32)
+        for row, (sequence, place) in enumerate(zip(running, places, strict=True)):
+            tables[row, : place // BLOCK + 1] = [ref.block for ref in sequence.blocks[: place // BLOCK + 1]]
+        assert step.token_ids.tolist() == [sequence.last_token_id for sequence in running]
+        assert step.positions.tolist() == places
+        assert step.slots.tolist() == [
+            sequence.blocks[place // BLOCK].block * BLOCK + place % BLOCK
+            for sequence, place in zip(running, places, strict=True)
+        ]
+        assert step.query_starts.tolist() == list(range(len(running) + 1))
+        assert step.context_lens.tolist() == [place + 1 for place in places]
+        assert step.logit_rows.tolist() == list(range(len(running)))
+        assert all(step.block_tables[:, width:].ravel() == 0)
+        assert step.block_tables[:, :width].tolist() == tables.tolist()
+        for sequence in running:
+            sequence.append(number)
+            if sequence.num_tokens > BLOCK * len(sequence.blocks):
+                sequence.blocks.extend(take(1))
+
+
+def test_a_decoding_batch_keeps_its_arrays() -> None:
+    """So their addresses are looked up once."""
+    builder = StepBuilder(LIMITS, BLOCK)
+    first, second = (make_sequence(5 + index, [index, 9 - index], max_tokens=9) for index in range(2))
+    steps = []
+    for _ in range(2):
+        steps.append(
+            builder.build([ScheduledChunk(sequence, sequence.num_tokens - 1, 1) for sequence in (first, second)])
+        )
+        first.append(7)
+        second.append(8)
+    assert steps[0] is steps[1]
+    assert steps[0].token_ids.tolist() == [7, 8]
