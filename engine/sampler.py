@@ -69,7 +69,7 @@ class SamplerState:
         self.changes_logits = bool(
             params.has_penalties
             or params.logit_bias
-            or params.min_tokens > 0
+            or (params.min_tokens > 0 and params.stop_token_ids)  # with `ignore_eos` often none
             or grammar is not None
             or self.limits is not None
         )
