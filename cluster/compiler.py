@@ -48,6 +48,18 @@ def run_compiler(command: Sequence[str]) -> None:
         sys.stderr.write(done.stderr)
 
 
+def compiles(command: Sequence[str], program: str) -> bool:
+    """Whether the compiler takes this C++ program with these flags. Raises `BuildError` where it cannot be run."""
+    checking = [*command, "-fsyntax-only", "-x", "c++", "-"]
+    try:
+        done = subprocess.run(
+            checking, input=program, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} failed: {error}") from error
+    return done.returncode == 0
+
+
 def build_command(build: Build, description: str, default_dir: Path) -> int:
     """What `python -m ...native.build` does: its flags, the path or the error printed, the exit status."""
     parser = argparse.ArgumentParser(description=description)

@@ -49,6 +49,9 @@ class EngineSettings(BaseModel):
         default="auto",
         description="bfloat16 weights in 12 bits without loss, where the CPU decodes them on the way; prefill: never",
     )
+    native_isa: str = Field(
+        default="", description="instruction set of the native kernels, one of `usable_isas`; empty: this CPU's best"
+    )
     cuda_graphs: Literal["auto", "off"] = Field(
         default="auto", description="auto: where there is a GPU, decode steps of backend triton replay captured graphs"
     )

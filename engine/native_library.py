@@ -115,6 +115,7 @@ class ModelStatus(ctypes.Structure):
         ("compressed_exceptions", c_int64),
         ("compressed_plain_panels", c_int64),
         ("num_threads", c_int32),
+        ("matrices_beyond_half", c_int32),
     )
 
 

@@ -162,6 +162,7 @@ class NativeRunner:
             "packed_bytes": status.packed_bytes,
             "compressed_exceptions": status.compressed_exceptions,
             "compressed_plain_panels": status.compressed_plain_panels,
+            "matrices_beyond_half": status.matrices_beyond_half,
             "huge_pages_requested_bytes": status.huge_page_bytes,
             "huge_pages_granted_bytes": _huge_bytes_in(self._weight_ranges()),
             "workspace_bytes": status.workspace_bytes,
@@ -180,6 +181,8 @@ class NativeRunner:
         if NumberFormat.BF16_COMPRESSED.name in self.weight_formats:
             details["compressed_exceptions"] = str(status.compressed_exceptions)
             details["compressed_plain_panels"] = str(status.compressed_plain_panels)
+        if status.matrices_beyond_half:
+            details["matrices_beyond_half"] = str(status.matrices_beyond_half)
         return details
 
     def close(self) -> None:

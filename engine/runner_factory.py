@@ -242,4 +242,5 @@ def _native_runner(settings: WorkerSettings, weights: WeightFile, memory: KvMemo
         # Few rows gain by fewer bytes; a prefill worker's many rows would pay for decoding them.
         compression="off" if settings.role == "prefill" else settings.weight_compression,
         num_threads=settings.num_threads,
+        isa=settings.native_isa,
     )

@@ -26,7 +26,7 @@ struct TandemMatrix {
     tandem::Arena arena;
     tandem::PackedMatrix packed;
 
-    const tandem::LinearKernels& linear() const { return kernels.linear[(int)packed.format]; }
+    const tandem::LinearKernels& linear() const { return kernels.linear_of(packed); }
 };
 
 namespace {
@@ -132,7 +132,8 @@ TandemMatrix* tandem_matrix_create(const char* isa, int32_t rows, int32_t column
         if (!matrix->kernels.linear[format].multiply)
             throw std::invalid_argument("instruction set " + std::string(matrix->kernels.name) +
                                         " has no kernel for this format");
-        matrix->packed = tandem::allocate_matrix(matrix->arena, (tandem::NumberFormat)format, rows, columns);
+        const auto kept = (tandem::NumberFormat)format;
+        matrix->packed = tandem::allocate_matrix(matrix->arena, kept, rows, columns, matrix->kernels.in_half(kept));
         tandem::pack_matrix(matrix->arena, matrix->packed, 0, 1, rows, (tandem::NumberFormat)source, data);
     });
     return failed ? nullptr : matrix.release();

@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cluster.compiler import build_command, find_compiler, run_compiler
+from cluster.compiler import build_command, compiles, find_compiler, run_compiler
+
+Source = tuple[Path, tuple[str, ...]]  # a file and its flags
 
 SOURCE_DIR = Path(__file__).resolve().parent
 LIBRARY_NAME = "libtandem_native.so"
@@ -41,11 +43,15 @@ QUIET_HEADERS = ("-Wno-uninitialized", "-Wno-maybe-uninitialized")
 AVX512_FLAGS = (*AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512",
                 *QUIET_HEADERS)  # fmt: skip
 AVX512_BF16_FLAGS = (*AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16")
+# What not every compiler knows (GCC from 12, clang from 14): the flag of one file, by a macro the others know of it.
+HALF_FILE, HALF_FLAG, HALF_MACRO = "avx512_fp16.cpp", "-mavx512fp16", "-DTANDEM_AVX512_FP16"
+HALF_PROGRAM = 'int has_half() { return __builtin_cpu_supports("avx512fp16"); }\n'
 VARIANT_FLAGS = {
     "avx2.cpp": AVX2_FLAGS,
     "avx512.cpp": AVX512_FLAGS,
     "avx512_bf16.cpp": AVX512_BF16_FLAGS,
     "avx512_bf16_fma.cpp": AVX512_BF16_FLAGS,
+    HALF_FILE: (*AVX512_BF16_FLAGS, "-mavx512vbmi2", HALF_FLAG),
     "amx.cpp": AVX512_BF16_FLAGS,  # the tile instructions are assembly and need no flag
     "amx_emulated.cpp": AVX512_BF16_FLAGS,
 }
@@ -56,12 +62,14 @@ def build(output_dir: Path = SOURCE_DIR, *, force: bool = False) -> Path:
     library = output_dir / LIBRARY_NAME
     digest_file = output_dir / f"{LIBRARY_NAME}.digest"
     compiler = find_compiler()
-    digest = _digest(compiler)
+    files = sources(compiler)
+    digest = _digest(compiler, files)
     if not force and library.is_file() and digest_file.is_file() and digest_file.read_text() == digest:
         return library
+    say_what_is_left_out(compiler, files)
     output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="tandem-native-") as directory:
-        objects = _compile_all(compiler, Path(directory))
+        objects = _compile_all(compiler, files, Path(directory))
         linked = Path(directory) / LIBRARY_NAME
         run_compiler([*compiler, "-shared", "-pthread", "-o", str(linked), *map(str, objects)])
         # A rename: a process that has the old library mapped keeps it.
@@ -72,34 +80,45 @@ def build(output_dir: Path = SOURCE_DIR, *, force: bool = False) -> Path:
     return library
 
 
-def sources() -> list[tuple[Path, tuple[str, ...]]]:
+def sources(compiler: Sequence[str]) -> list[Source]:
     """Each file to compile with its instruction-set flags; off x86-64 only the portable kernels."""
     on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    common: tuple[str, ...] = ("-DTANDEM_X86",) if on_x86 else ()
+    has_half = on_x86 and compiles([*compiler, HALF_FLAG], HALF_PROGRAM)
+    common = ("-DTANDEM_X86",) * on_x86 + (HALF_MACRO,) * has_half
     files = [(path, common) for path in sorted(SOURCE_DIR.glob("*.cpp"))]
     files.append((SOURCE_DIR / "kernels" / "portable.cpp", ()))
     if on_x86:
-        files.extend((SOURCE_DIR / "kernels" / name, flags) for name, flags in VARIANT_FLAGS.items())
+        variants = [(name, flags) for name, flags in VARIANT_FLAGS.items() if has_half or name != HALF_FILE]
+        files.extend((SOURCE_DIR / "kernels" / name, flags) for name, flags in variants)
     return files
 
 
-def _digest(compiler: Sequence[str]) -> str:
+def say_what_is_left_out(compiler: Sequence[str], files: Sequence[Source]) -> None:
+    """On standard error: kernels that this compiler cannot build, and what runs instead."""
+    if platform.machine().lower() in ("x86_64", "amd64") and all(path.name != HALF_FILE for path, _ in files):
+        sys.stderr.write(
+            f"{compiler[0]} does not know {HALF_FLAG} (GCC 12 does, clang 14 too): built without {HALF_FILE}, the "
+            "products in half precision of Intel cores with AVX512-FP16 and no AMX; these take avx512_bf16_fma\n"
+        )
+
+
+def _digest(compiler: Sequence[str], files: Sequence[Source]) -> str:
     """What the library depends on: sources, flags, compiler."""
-    digest = hashlib.sha256(repr((list(compiler), COMMON_FLAGS, sources())).encode())
+    digest = hashlib.sha256(repr((list(compiler), COMMON_FLAGS, files)).encode())
     for path in sorted([*SOURCE_DIR.rglob("*.cpp"), *SOURCE_DIR.rglob("*.h")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _compile_all(compiler: Sequence[str], directory: Path) -> list[Path]:
-    def compile_one(item: tuple[Path, tuple[str, ...]]) -> Path:
+def _compile_all(compiler: Sequence[str], files: Sequence[Source], directory: Path) -> list[Path]:
+    def compile_one(item: Source) -> Path:
         source, flags = item
         target = directory / f"{source.parent.name}-{source.stem}.o"
         run_compiler([*compiler, *COMMON_FLAGS, *flags, f"-I{SOURCE_DIR}", "-c", str(source), "-o", str(target)])
         return target
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return list(pool.map(compile_one, sources()))
+        return list(pool.map(compile_one, files))
 
 
 def main() -> int:

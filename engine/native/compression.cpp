@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "half_panel.h"
+
 namespace tandem {
 
 namespace {
@@ -36,6 +38,13 @@ struct HighByteTable {
             places[order[i]] = i;
         }
     }
+
+    // Weights with such a high byte become exceptions.
+    template <class Predicate>
+    void leave_out(const Predicate& predicate) {
+        for (uint8_t byte : bytes)
+            if (predicate(byte)) places[byte] = kNotInTable;
+    }
 };
 
 }  // namespace
@@ -47,7 +56,13 @@ PanelCompressor::PanelCompressor(Arena& arena, PackedMatrix& matrix) : arena_(ar
 
 void PanelCompressor::compress(int panel, const uint8_t* plain) {
     const int groups = matrix_.k_padded / kGroupInputs;
-    const HighByteTable table(plain, (size_t)groups * kPlainGroupBytes);
+    HighByteTable table(plain, (size_t)groups * kPlainGroupBytes);
+    if (matrix_.half) {
+        HalfPanel half = half_panel(plain, matrix_.k_padded);
+        table.leave_out([&](uint8_t byte) { return half_needs_exception(half, plain, matrix_.k_padded, byte); });
+        fill_half_table(half, table.bytes);
+        set_half_panel(matrix_, panel, half);
+    }
     uint8_t* to = matrix_.panel(panel);
     CompressedHeader& header = *(CompressedHeader*)to;
     header = {};

@@ -90,7 +90,7 @@ void Decoder::reserve(int rows) {
     const size_t n = (size_t)rows, hidden = (size_t)spec_.hidden_size;
     size_t packed = 0, expanded = 0;
     for (const PackedMatrix* matrix : matrices()) {
-        const LinearKernels& kernel = kernels_.linear[(int)matrix->format];
+        const LinearKernels& kernel = kernels_.linear_of(*matrix);
         packed = std::max(packed, kernel.packed_bytes(rows, matrix->k_padded));
         expanded = std::max(expanded, kernel.scratch_bytes(rows, matrix->k_padded));
     }
@@ -127,6 +127,7 @@ void Decoder::status(TandemModelStatus* status) const {
     for (const PackedMatrix* matrix : matrices()) {
         status->compressed_exceptions += matrix->exceptions;
         status->compressed_plain_panels += matrix->plain_panels;
+        status->matrices_beyond_half += kernels_.in_half(matrix->format) && !matrix->takes_half();
     }
 }
 

@@ -49,7 +49,8 @@ DraftChain::DraftChain(Decoder& layer, const TandemDraftSpec& spec, const Kernel
 }
 
 PackedMatrix DraftChain::packed(const float* data, int inputs) {
-    PackedMatrix matrix = allocate_matrix(arena_, (NumberFormat)spec_.format, spec_.hidden_size, inputs);
+    const NumberFormat format = (NumberFormat)spec_.format;
+    PackedMatrix matrix = allocate_matrix(arena_, format, spec_.hidden_size, inputs, kernels_.in_half(format));
     pack_matrix(arena_, matrix, 0, 1, spec_.hidden_size, NumberFormat::kF32, data);
     return matrix;
 }
@@ -172,7 +173,7 @@ void DraftChain::scale(const float* x, int rows, const std::vector<float>& norm,
 
 // inputs_ [rows, hidden] = joined_ * W^T. The product's rows are whole panels; the layer's inputs are `hidden` apart.
 void DraftChain::multiply(const PackedMatrix& matrix, int rows) {
-    const LinearKernels& linear = kernels_.linear[(int)matrix.format];
+    const LinearKernels& linear = kernels_.linear_of(matrix);
     const size_t stride = (size_t)padded(spec_.hidden_size);
     scratch_.resize(std::max(scratch_.size(), linear.packed_bytes(rows, matrix.k_padded) + 64));
     void* activations = (void*)(((size_t)scratch_.data() + 63) / 64 * 64);

@@ -68,7 +68,7 @@ void Decoder::multiply(const PackedMatrix& matrix, const float* x, size_t stride
 
 void Decoder::multiply_panels(const PackedMatrix& matrix, int first_panel, int last_panel, const float* x, size_t stride,
                               int rows, float* out, size_t out_stride, bool add) {
-    const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
+    const LinearKernels& kernel = kernels_.linear_of(matrix);
     uint8_t* packed = work_.packed.data();
     kernel.pack(x, stride, rows, matrix.k, matrix.k_padded, packed);
     threads_.split(last_panel - first_panel, [&](int first, int last, int thread) {
@@ -80,7 +80,7 @@ void Decoder::multiply_panels(const PackedMatrix& matrix, int first_panel, int l
 
 // activated = silu(gate) * up, panel by panel, so that gates and ups never leave the cache.
 void Decoder::multiply_gated(const PackedMatrix& matrix, int rows) {
-    const LinearKernels& kernel = kernels_.linear[(int)matrix.format];
+    const LinearKernels& kernel = kernels_.linear_of(matrix);
     const size_t inner_stride = (size_t)padded(spec_.intermediate_size);
     uint8_t* packed = work_.packed.data();
     kernel.pack(work_.normed.data(), (size_t)spec_.hidden_size, rows, matrix.k, matrix.k_padded, packed);

@@ -80,6 +80,8 @@ struct FilterKernels {
 struct KernelTable {
     const char* name;
     LinearKernels linear[kNumFormats];
+    // The same for matrices that half precision does not fit; without kernels: `linear` is not in half precision.
+    LinearKernels beyond_half[kNumFormats];
     void (*rms_norm)(const float* x, size_t stride, int rows, int n, const float* weight, float epsilon, float* out,
                      size_t out_stride);
     void (*add_bias)(float* x, size_t stride, int rows, int n, const float* bias);
@@ -98,6 +100,11 @@ struct KernelTable {
     // For benchmarks: reads bytes (a multiple of 128) once; multiplies in registers and returns the operations done.
     int32_t (*read_once)(const uint8_t* data, size_t num_bytes);
     double (*multiply_in_registers)(NumberFormat format, int iterations);
+
+    bool in_half(NumberFormat format) const { return beyond_half[(int)format].multiply != nullptr; }
+    const LinearKernels& linear_of(const PackedMatrix& matrix) const {
+        return in_half(matrix.format) && !matrix.takes_half() ? beyond_half[(int)matrix.format] : linear[(int)matrix.format];
+    }
 };
 
 }  // namespace tandem

@@ -28,6 +28,8 @@ inline bool is_block_format(NumberFormat format) {
     return (int)format >= (int)NumberFormat::kQ4_0 && (int)format <= (int)NumberFormat::kQ8_0;
 }
 
+struct HalfPanel;
+
 struct PackedMatrix {
     NumberFormat format = NumberFormat::kF32;
     int n = 0;         // outputs
@@ -39,6 +41,10 @@ struct PackedMatrix {
     int64_t exceptions = 0;    // of BF16_COMPRESSED: weights that are kept beside their panel
     int64_t plain_panels = 0;  // of BF16_COMPRESSED: panels that are kept as BF16
 
+    HalfPanel* half = nullptr;   // of each panel, where products are in half precision; else null
+    int unfit_panels = 0;        // of these: such as would lose too much, so that all products are in float32
+
+    bool takes_half() const { return half && unfit_panels == 0; }
     const uint8_t* panel(int index) const { return data + (size_t)index * panel_bytes; }
     uint8_t* panel(int index) { return data + (size_t)index * panel_bytes; }
 };

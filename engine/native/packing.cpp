@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "compression.h"
+#include "half_panel.h"
 
 namespace tandem {
 
@@ -149,6 +151,9 @@ int output_of(int first_row, int panel_step, int i) {
     return panel * kPanelOutputs + row % kPanelOutputs;
 }
 
+// The first row after i that goes into another panel.
+int next_panel(int first_row, int i) { return i + kPanelOutputs - (first_row + i) % kPanelOutputs; }
+
 void check(const PackedMatrix& matrix, int first_row, int last_output, NumberFormat source) {
     if (last_output >= matrix.n) throw std::invalid_argument("rows outside the matrix");
     if (matrix.format == NumberFormat::kBf16Compressed && first_row % kPanelOutputs != 0)
@@ -186,7 +191,7 @@ float float_of(NumberFormat source, const void* data, size_t index) {
     return value;
 }
 
-PackedMatrix allocate_matrix(Arena& arena, NumberFormat format, int n, int k) {
+PackedMatrix allocate_matrix(Arena& arena, NumberFormat format, int n, int k, bool in_half) {
     PackedMatrix matrix;
     matrix.format = format;
     matrix.n = n;
@@ -195,6 +200,10 @@ PackedMatrix allocate_matrix(Arena& arena, NumberFormat format, int n, int k) {
     matrix.panels = (n + kPanelOutputs - 1) / kPanelOutputs;
     matrix.panel_bytes = panel_bytes(format, matrix.k_padded);
     matrix.data = arena.take(matrix.panel_bytes * (size_t)matrix.panels);
+    if (in_half) {
+        matrix.half = (HalfPanel*)arena.take(sizeof(HalfPanel) * (size_t)matrix.panels);
+        std::uninitialized_fill_n(matrix.half, matrix.panels, HalfPanel{});
+    }
     return matrix;
 }
 
@@ -213,6 +222,11 @@ void pack_matrix(Arena& arena, PackedMatrix& matrix, int first_row, int panel_st
         }
         for (int j = 0; j < matrix.k; ++j) floats[(size_t)j] = float_of(source, data, (size_t)i * matrix.k + j);
         pack_floats(matrix, output, floats.data());
+    }
+    if (!matrix.half || rows == 0) return;
+    for (int i = 0; i < rows; i = next_panel(first_row, i)) {
+        const int panel = output_of(first_row, panel_step, i) / kPanelOutputs;
+        set_half_panel(matrix, panel, half_panel(matrix.panel(panel), matrix.k_padded));
     }
 }
 

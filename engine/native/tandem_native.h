@@ -102,6 +102,7 @@ typedef struct {
     int64_t compressed_exceptions;   /* weights that BF16_COMPRESSED keeps beside their panel of 16 outputs */
     int64_t compressed_plain_panels; /* panels with too many of those, kept as BF16 */
     int32_t num_threads;
+    int32_t matrices_beyond_half;    /* multiplied in float32 by kernels that multiply others in half precision */
 } TandemModelStatus;
 
 TANDEM_API int32_t tandem_abi_version(void);

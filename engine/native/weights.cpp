@@ -61,7 +61,8 @@ void Decoder::load(TandemTensor tensor, int layer, int rows, int columns, Number
             throw refused(tensor, layer, "shape " + std::to_string(rows) + " x " + std::to_string(columns));
         if (!takes(format))
             throw refused(tensor, layer, "instruction set " + std::string(isa()) + " has no kernel for this format");
-        if (!part.matrix->data) *part.matrix = allocate_matrix(arena_, format, part.matrix_rows, part.columns);
+        if (!part.matrix->data)
+            *part.matrix = allocate_matrix(arena_, format, part.matrix_rows, part.columns, kernels_.in_half(format));
         if (part.matrix->format != format) throw refused(tensor, layer, "parts of one matrix in different formats");
         pack_matrix(arena_, *part.matrix, part.first_row, part.panel_step, rows, source, data);
         return;

@@ -21,7 +21,7 @@ INFINITY_BITS = 0x7F80
 # Rows in blocks of every size, around the counts where the blocks change and where weights are decoded into memory.
 ROW_COUNTS = (*range(1, 18), 24, 33, 48, 63, 64, 65, 77, 130)
 SHAPES = ((1, 8), (15, 32), (16, 96), (17, 576), (50, 160), (33, 7), (20, 77), (48, 1536))
-COMPRESSING = [isa for isa in built_isas() if isa in ("avx512_bf16", "avx512_bf16_fma")]
+COMPRESSING = [isa for isa in built_isas() if isa in ("avx512_bf16", "avx512_bf16_fma", "avx512_fp16")]
 
 on_compressing = pytest.mark.parametrize("isa", COMPRESSING)
 

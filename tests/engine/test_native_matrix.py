@@ -19,6 +19,7 @@ GGUF_TYPES = {
     NumberFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0,
 }
 ROW_COUNTS = (1, 2, 3, 5, 8, 12, 13, 16, 17, 24, 25, 33, 64, 65, 71)
+IN_HALF = ("avx512_fp16",)  # instruction sets of products in half precision
 SHAPES = ((1, 32), (15, 64), (16, 96), (17, 576), (50, 160))
 pytestmark = pytest.mark.parametrize("isa", built_isas())
 
@@ -38,7 +39,23 @@ def test_float32_products_are_float32_exact(isa: str, outputs: int, inputs: int)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (33, 7), (20, 77)])
+def test_half_precision_products_are_near_those_of_floats(isa: str, outputs: int, inputs: int) -> None:
+    if isa not in IN_HALF:
+        pytest.skip("activations are rounded to bfloat16")
+    weights = random_array(outputs, inputs)
+    matrix = NativeMatrix(weights, inputs, NumberFormat.F32, NumberFormat.BF16, isa=isa)
+    rounded = torch.from_numpy(weights).bfloat16().double()
+    for rows in ROW_COUNTS:
+        x = random_array(rows, inputs)
+        expected = (torch.from_numpy(x).double() @ rounded.T).numpy()
+        random_walk = np.sqrt((torch.from_numpy(x).double() ** 2 @ (rounded**2).T).numpy())
+        assert (np.abs(matrix.multiply(x) - expected) <= 6e-3 * random_walk + 2**-10 * np.abs(expected)).all()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [*SHAPES, (33, 7), (20, 77)])
 def test_bfloat16_products_are_those_of_rounded_operands(isa: str, outputs: int, inputs: int) -> None:
+    if isa in IN_HALF:
+        pytest.skip("activations are rounded to float16")
     weights = random_array(outputs, inputs)
     matrix = NativeMatrix(weights, inputs, NumberFormat.F32, NumberFormat.BF16, isa=isa)
     rounded = torch.from_numpy(weights).bfloat16().double()

@@ -134,6 +134,19 @@ def test_weights_are_compressed_where_few_rows_are_computed(tmp_path: Path, role
     assert is_plain is (role == "prefill" or not _compresses())
 
 
+def test_the_instruction_set_of_the_settings_is_the_one_that_runs(tmp_path: Path) -> None:
+    if not native_library.is_available():
+        pytest.skip("the native library is not built on this machine")
+    model_directory = save_safetensors(random_model("qwen3"), tmp_path / "model")
+    best, *others = native_library.usable_isas()
+    for wanted, runs in (("", best), (others[0], others[0])):
+        built = build_runner(settings(model_directory, backend="native", dtype="bfloat16", native_isa=wanted))
+        assert isinstance(built.runner, NativeRunner)
+        assert built.runner.kernel_details()["isa"] == runs
+    with pytest.raises(StartupError, match="sse9"):
+        build_runner(settings(model_directory, backend="native", dtype="bfloat16", native_isa="sse9"))
+
+
 def test_auto_without_native_falls_back_to_torch_and_says_why(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +242,7 @@ def test_free_memory_respects_a_cgroup_limit(tmp_path: Path, monkeypatch: pytest
 
 def _compresses() -> bool:
     """By what the library runs here: a processor may name AMX on a machine that does not let it be used."""
-    return native_library.usable_isas()[0] in ("avx512_bf16", "avx512_bf16_fma")
+    return native_library.usable_isas()[0] in ("avx512_bf16", "avx512_bf16_fma", "avx512_fp16")
 
 
 def _without_native(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,10 @@ inline void round_line(const float* x, int real, uint32_t* out) {
 }
 
 // Lines of 16 steps of up to 16 rows are rounded, turned and written together: of up to 8 rows two lines each.
-inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows, int k, int k_padded, uint32_t* to) {
+// round(row, x, real, out): 32 inputs of a row from x on, `real` of them there, as 16 steps.
+template <class Round>
+inline void pack_lines(const float* x, size_t stride, RowBlocks blocks, int rows, int k, int k_padded, uint32_t* to,
+                       const Round& round) {
     alignas(64) uint32_t rounded[16][kLineSteps] = {}, turned[kLineSteps + 1][16];  // copies read up to 16 words
     const uint8_t* from[16];
     for (int m = 0; m < 16; ++m) from[m] = (const uint8_t*)rounded[m];
@@ -133,7 +136,8 @@ inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows,
             for (int line = 0; line < lines; ++line, first += 2 * kLineSteps) {
                 const int real = k - first < 2 * kLineSteps ? (k > first ? k - first : 0) : 2 * kLineSteps;
                 for (int m = 0; m < mr; ++m)
-                    round_line(x + (row + m) * stride + first, real, mr == 1 ? to + line * kLineSteps : rounded[8 * line + m]);
+                    round(row + m, x + (row + m) * stride + first, real,
+                          mr == 1 ? to + line * kLineSteps : rounded[8 * line + m]);
             }
             if (mr > 1) {
                 transpose_16x16(from, 0, turned[0]);
@@ -144,6 +148,11 @@ inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows,
             to += lines * kLineSteps * mr;
         }
     }
+}
+
+inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows, int k, int k_padded, uint32_t* to) {
+    pack_lines(x, stride, blocks, rows, k, k_padded, to,
+               [](int, const float* line, int real, uint32_t* out) { round_line(line, real, out); });
 }
 
 // 16 floats of a row, `real` of them there, rounded to bfloat16 if kRounded.

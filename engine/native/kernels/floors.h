@@ -5,6 +5,9 @@
 #ifdef TANDEM_TILES
 #include "kernels/amx_tiles.h"
 #endif
+#ifdef TANDEM_BF16_BY_HALF
+#include "kernels/half_arithmetic.h"
+#endif
 
 namespace {
 
@@ -73,6 +76,16 @@ inline double multiply_byte_registers(int iterations) {
     return 8.0 * kWidth * kFloorChains * iterations;
 }
 
+#ifdef TANDEM_BF16_BY_HALF
+inline double multiply_half_registers(int iterations) {
+    run_chains<I>(
+        iterations, [](const uint8_t* p) { return iload(p); },
+        [](I acc, I w) { return _mm512_castph_si512(hfma(hbits(w), hbits(w), hbits(acc))); },
+        std::make_index_sequence<kFloorChains>());
+    return 4.0 * kWidth * kFloorChains * iterations;
+}
+#endif
+
 #ifdef TANDEM_TILES
 inline double multiply_tile_registers(int iterations) {
     const TileSession session;
@@ -93,6 +106,8 @@ inline double multiply_in_registers(tandem::NumberFormat format, int iterations)
     if (tandem::is_block_format(format)) return multiply_byte_registers(iterations);
 #if defined(TANDEM_TILES)
     return multiply_tile_registers(iterations);
+#elif defined(TANDEM_BF16_BY_HALF)
+    return multiply_half_registers(iterations);
 #elif defined(TANDEM_BF16_BY_FMA)
     return multiply_registers<DotF32>(iterations);
 #else

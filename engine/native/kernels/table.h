@@ -9,6 +9,9 @@
 #include "kernels/embedding.h"
 #include "kernels/filtering.h"
 #include "kernels/floors.h"
+#ifdef TANDEM_BF16_BY_HALF
+#include "kernels/half_linear.h"
+#endif
 #include "kernels/quantized_linear.h"
 #include "kernels/sampling.h"
 
@@ -16,19 +19,28 @@ namespace {
 
 #ifdef TANDEM_TILES
 constexpr LinearKernels kBestBf16Linear = {&TileLinear::packed_bytes, &TileLinear::pack, &no_scratch, &TileLinear::multiply};
+#elif defined(TANDEM_BF16_BY_HALF)
+constexpr LinearKernels kBestBf16Linear = kHalfLinear<HalfPlain>;
 #else
 constexpr LinearKernels kBestBf16Linear = kBf16Linear;
 #endif
-#if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
+#if defined(TANDEM_BF16_BY_HALF)
+constexpr LinearKernels kBestCompressedLinear = kHalfLinear<HalfCompressed>;
+constexpr LinearKernels kBf16BeyondHalf = kBf16Linear, kCompressedBeyondHalf = kCompressedLinear;
+#elif defined(__AVX512BF16__) && !defined(TANDEM_TILES)
 constexpr LinearKernels kBestCompressedLinear = kCompressedLinear;
 #else
 constexpr LinearKernels kBestCompressedLinear = {};  // BF16 is kept as it is
+#endif
+#ifndef TANDEM_BF16_BY_HALF
+constexpr LinearKernels kBf16BeyondHalf = {}, kCompressedBeyondHalf = {};
 #endif
 
 inline tandem::KernelTable make_table(const char* name) {
     return {name,
             {kF32Linear, kBestBf16Linear, {}, kQuantizedLinear<Q4_0Format>,
              kQuantizedLinear<Q4_1Format>, kQuantizedLinear<Q8_0Format>, kBestCompressedLinear},
+            {{}, kBf16BeyondHalf, {}, {}, {}, {}, kCompressedBeyondHalf},
             &rms_norm,
             &add_bias,
             &silu_multiply,

@@ -79,6 +79,20 @@ struct WidenedTile {
     }
 };
 
+// Fetches the next pair's bytes into the second cache, an equal share before each of this pair's tiles.
+struct AheadOfTiles {
+    const uint8_t* at;
+    const uint8_t* end;
+    size_t share;
+    AheadOfTiles(const PackedMatrix& w, int panel, int last_panel, int tiles)
+        : at(w.panel(panel < last_panel ? panel : last_panel)),
+          end(w.panel(panel + 2 < last_panel ? panel + 2 : last_panel)),
+          share(((size_t)(end - at) / (size_t)tiles + kRowBytes) / kRowBytes * kRowBytes) {}
+    void fetch_some() {
+        for (size_t byte = 0; byte < share && at < end; byte += kRowBytes, at += kRowBytes) __builtin_prefetch(at, 0, 2);
+    }
+};
+
 // Source::widen(w, panel, first_input, inputs, to): inputs of a panel as floats [inputs][16].
 template <class Source>
 struct WidenedLinear {
@@ -106,7 +120,7 @@ struct WidenedLinear {
                               float* out, size_t out_stride, bool add, float* scratch) {
         const int panels = panel + 1 < last_panel ? 2 : 1;
         float* partial = scratch + 2 * kWidenedPanel;
-        Ahead ahead(w, panel + panels, last_panel, (rows + block - 1) / block * ((w.k_padded - 1) / kWidenedInputs + 1));
+        AheadOfTiles ahead(w, panel + panels, last_panel, (rows + block - 1) / block * ((w.k_padded - 1) / kWidenedInputs + 1));
         for (int k = 0; k < w.k_padded; k += kWidenedInputs) {
             const int inputs = k + kWidenedInputs <= w.k_padded ? kWidenedInputs : w.k_padded - k;
             const bool starts = k == 0, ends = k + inputs == w.k_padded;
@@ -123,20 +137,6 @@ struct WidenedLinear {
             }
         }
     }
-
-    // Fetches the next pair's bytes into the second cache, an equal share before each of this pair's tiles.
-    struct Ahead {
-        const uint8_t* at;
-        const uint8_t* end;
-        size_t share;
-        Ahead(const PackedMatrix& w, int panel, int last_panel, int tiles)
-            : at(w.panel(panel < last_panel ? panel : last_panel)),
-              end(w.panel(panel + 2 < last_panel ? panel + 2 : last_panel)),
-              share(((size_t)(end - at) / (size_t)tiles + kRowBytes) / kRowBytes * kRowBytes) {}
-        void fetch_some() {
-            for (size_t byte = 0; byte < share && at < end; byte += kRowBytes, at += kRowBytes) __builtin_prefetch(at, 0, 2);
-        }
-    };
 };
 
 // A panel of BF16.
