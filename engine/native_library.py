@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)

@@ -43,7 +43,7 @@ void Decoder::compute_logits(const TandemStep& step, float* logits, size_t logit
         normalise(final_norm_, 1, work_.residual.data() + (size_t)work_.logit_places[(size_t)i] * stride,
                   hidden + (size_t)i * spec_.hidden_size);
     const PackedMatrix& head = output_.data ? output_ : embedding_;
-    const LinearKernels& kernel = kernels_.linear[(int)head.format];
+    const LinearKernels& kernel = kernels_.linear_of(head);
     uint8_t* packed = work_.packed.data();
     kernel.pack(hidden, (size_t)spec_.hidden_size, rows, head.k, head.k_padded, packed);
     work_.peaks.assign((size_t)threads_.size() * rows, Peak{});

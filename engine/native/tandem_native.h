@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 9
+#define TANDEM_ABI_VERSION 10
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))

@@ -10,7 +10,7 @@ import torch
 
 from engine.kernels.native import NativeMatrix
 from engine.native_library import NumberFormat
-from tests.engine.native_model import SMALL_LLAMA, RandomWeights, built_isas, small_runner
+from tests.engine.native_model import MODELS, SMALL_LLAMA, Batch, RandomWeights, built_isas, small_runner
 
 Floats = npt.NDArray[np.float32]
 
@@ -157,3 +157,22 @@ def test_status_counts_matrices_that_half_precision_does_not_fit(isa: str) -> No
     assert beyond() == (0, None)
     weights.tensors["model.layers.1.mlp.up_proj.weight"][17] *= 1e-20
     assert beyond() == (1, "1")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-bias"])
+def test_models_whose_matrices_do_not_fit_give_the_logits_of_floats(isa: str, name: str) -> None:
+    """Every matrix of layers, and the output head, tied to the embedding or not."""
+    config = MODELS[name]
+    weights = RandomWeights(config)
+    for tensor in weights.tensors.values():
+        if tensor.ndim == 2:
+            tensor[17] *= 1e-20
+
+    def logits(of_isa: str) -> torch.Tensor:
+        runner = small_runner(config, weights, dtype="bfloat16", isa=of_isa)
+        batch = Batch(64, 16)
+        sequence = batch.add([(7 * i) % config.vocab_size for i in range(60)])
+        steps = [runner.forward(batch.step([(sequence, count)]), None).logits.clone() for count in (50, 1)]
+        return torch.cat(steps)
+
+    assert torch.equal(logits(isa), logits(IN_FLOATS))
