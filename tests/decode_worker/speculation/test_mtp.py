@@ -90,21 +90,26 @@ def test_guesses_are_those_of_plain_torch(checkpoint: MtpCheckpoint, monkeypatch
 
 
 def test_native_laws_are_those_of_plain_torch(tmp_path: Path) -> None:
-    """Sizes that 4-bit blocks do not fit keep their weights: what is left is the rounding of the projection."""
+    """Sizes that 4-bit blocks do not fit keep their weights: what is left is the rounding of the projection. It is
+    looked at in the mean of eight contexts, for a single one may multiply it (rounding weights alone to 0.08)."""
     if not native_library.is_available():
         pytest.skip("the native library is not built on this machine")
     for name in FAMILIES:
         checkpoint = save_mtp_checkpoint(name, tmp_path / name, intermediate_size=100)
-        drafter = open_drafter(checkpoint)
-        states, next_ids = rows(9, 3)
-        blocks = np.arange(8, dtype=np.int32)
-        (laws,) = drafter._layer.guess([Reading(blocks, 0, 0, states[:, None].numpy(), next_ids, 3)], 0.0)
-        expected = checkpoint.logits(states, next_ids, 3).softmax(1)
-        for law, probabilities in zip(laws, expected, strict=True):
-            assert law.token_ids[0] == int(probabilities.argmax())
-            error = np.log(law.probabilities) - probabilities[list(law.token_ids)].log().numpy()
-            assert np.abs(error).max() < 0.1, name
-        drafter.close()
+        largest = []
+        for seed in range(3, 11):
+            drafter = open_drafter(checkpoint)
+            states, next_ids = rows(9, seed)
+            blocks = np.arange(8, dtype=np.int32)
+            (laws,) = drafter._layer.guess([Reading(blocks, 0, 0, states[:, None].numpy(), next_ids, 3)], 0.0)
+            expected = checkpoint.logits(states, next_ids, 3).softmax(1)
+            errors = []
+            for law, probabilities in zip(laws, expected, strict=True):
+                assert law.token_ids[0] == int(probabilities.argmax())
+                errors.append(np.log(law.probabilities) - probabilities[list(law.token_ids)].log().numpy())
+            largest.append(np.abs(errors).max())
+            drafter.close()
+        assert np.mean(largest) < 0.05, (name, largest)
 
 
 def test_four_bits_cost_little(checkpoint: MtpCheckpoint) -> None:
