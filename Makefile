@@ -51,22 +51,24 @@ demo: model  ## answer one prompt through a prefill and a decode process, print 
 	$(BIN)/tandem generate --start --timeline "$(PROMPT)"
 
 test: model $(VENV)/.dev-stamp  ## run the whole suite
-	@# Two lanes, for two cores: the engine's tests are half of the time, and are shown when the other lane is done.
+	@# Two lanes, for two cores: the engine's tests are half of the time, and are shown when the other lane is done. Every
+	@# part runs, whatever failed before it: who reads the log shall not have to ask again for the rest.
 	@# UCX's and NIXL's libraries do not share a process with each other, nor with everything else.
-	@$(BIN)/python -m pytest tests/engine -m "not cluster" > $(ENGINE_TEST_LOG) 2>&1 & engine=$$!; \
-	trap 'kill $$engine 2>/dev/null || true' EXIT; others=0; \
-	{ $(BIN)/python -m pytest -m "not cluster" --ignore=tests/kv_transfer --ignore=tests/engine \
-	  && $(BIN)/python -m pytest tests/kv_transfer -k "not nixl" \
-	  && $(BIN)/python -m pytest tests/kv_transfer -k nixl; } || others=$$?; \
-	lane=0; wait $$engine || lane=$$?; cat $(ENGINE_TEST_LOG); \
-	test $$others -eq 0 && test $$lane -eq 0
 	@# Real processes share this machine with whatever else runs on it. Which of their tests failed is said, and these few
 	@# are run once more, by a new interpreter and with new clusters; a second failure is one. Other tests have one attempt.
+	@$(BIN)/python -m pytest tests/engine -m "not cluster" > $(ENGINE_TEST_LOG) 2>&1 & engine=$$!; \
+	trap 'kill $$engine 2>/dev/null || true' EXIT; failed=0; \
+	part() { $(BIN)/python -m pytest "$$@" || failed=1; }; \
+	part -m "not cluster" --ignore=tests/kv_transfer --ignore=tests/engine; \
+	part tests/kv_transfer -k "not nixl"; \
+	part tests/kv_transfer -k nixl; \
+	wait $$engine || failed=1; cat $(ENGINE_TEST_LOG); \
 	$(BIN)/python -m pytest -m cluster || { \
-	  test $$? -eq 1; \
-	  echo "SECOND AND LAST ATTEMPT of the tests of real processes that failed above"; \
-	  $(BIN)/python -m pytest -m cluster --last-failed --last-failed-no-failures none -rap; \
-	  echo "FLAKY: the tests that passed just now failed at their first attempt, see above"; }
+	  test $$? -eq 1 \
+	  && echo "SECOND AND LAST ATTEMPT of the tests of real processes that failed above" \
+	  && $(BIN)/python -m pytest -m cluster --last-failed --last-failed-no-failures none -rap \
+	  && echo "FLAKY: the tests that passed just now failed at their first attempt, see above"; } || failed=1; \
+	test $$failed -eq 0 || { echo "make test: something failed, see above"; exit 1; }
 
 lint: $(VENV)/.dev-stamp  ## ruff, mypy, import layers
 	$(BIN)/ruff check .
