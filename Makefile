@@ -9,7 +9,9 @@ BIN := $(VENV)/bin
 # A slow or busy package index is asked again before anything fails.
 export PIP_RETRIES ?= 10
 export PIP_DEFAULT_TIMEOUT ?= 60
-ENGINE_TEST_LOG := $(VENV)/engine-tests.log
+# The second lane of `make test`, half of the time of what needs no real processes.
+LANE_TESTS := tests/engine tests/benchmarks
+LANE_LOG := $(VENV)/lane-tests.log
 PROMPT ?= Explain in two sentences why the sky is blue.
 NATIVE_SOURCES := $(wildcard engine/native/*.cpp engine/native/*.h engine/native/kernels/* kv_transfer/native/*.cpp)
 PROTO_FILES := $(wildcard proto/tandem/v1/*.proto)
@@ -51,18 +53,18 @@ demo: model  ## answer one prompt through a prefill and a decode process, print 
 	$(BIN)/tandem generate --start --timeline "$(PROMPT)"
 
 test: model $(VENV)/.dev-stamp  ## run the whole suite
-	@# Two lanes, for two cores: the engine's tests are half of the time, and are shown when the other lane is done. Every
-	@# part runs, whatever failed before it: who reads the log shall not have to ask again for the rest.
+	@# Two lanes, for two cores: what the second one said is shown when the first is done. Every part runs, whatever failed
+	@# before it: who reads the log shall not have to ask again for the rest.
 	@# UCX's and NIXL's libraries do not share a process with each other, nor with everything else.
 	@# Real processes share this machine with whatever else runs on it. Which of their tests failed is said, and these few
 	@# are run once more, by a new interpreter and with new clusters; a second failure is one. Other tests have one attempt.
-	@$(BIN)/python -m pytest tests/engine -m "not cluster" > $(ENGINE_TEST_LOG) 2>&1 & engine=$$!; \
-	trap 'kill $$engine 2>/dev/null || true' EXIT; failed=0; \
+	@$(BIN)/python -m pytest $(LANE_TESTS) -m "not cluster" > $(LANE_LOG) 2>&1 & lane=$$!; \
+	trap 'kill $$lane 2>/dev/null || true' EXIT; failed=0; \
 	part() { $(BIN)/python -m pytest "$$@" || failed=1; }; \
-	part -m "not cluster" --ignore=tests/kv_transfer --ignore=tests/engine; \
+	part -m "not cluster" --ignore=tests/kv_transfer $(LANE_TESTS:%=--ignore=%); \
 	part tests/kv_transfer -k "not nixl"; \
 	part tests/kv_transfer -k nixl; \
-	wait $$engine || failed=1; cat $(ENGINE_TEST_LOG); \
+	wait $$lane || failed=1; cat $(LANE_LOG); \
 	$(BIN)/python -m pytest -m cluster || { \
 	  test $$? -eq 1 \
 	  && echo "SECOND AND LAST ATTEMPT of the tests of real processes that failed above" \
