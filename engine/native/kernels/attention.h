@@ -16,14 +16,18 @@
 #include "kernels/attention_softmax.h"
 #include "kernels/dense_linear.h"
 #include "kernels/elementwise.h"
-#if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
-#include "kernels/few_rows_attention.h"
-#endif
+#include "kernels/few_rows_path.h"
 #ifdef TANDEM_TILES
 #include "kernels/tile_products.h"
 #endif
+#if defined(__AVX512BF16__) && !defined(TANDEM_TILES) && !defined(TANDEM_BF16_BY_HALF)
+#include "kernels/few_rows_attention.h"
+#endif
 #ifdef TANDEM_BF16_BY_FMA
 #include "kernels/float_attention.h"
+#endif
+#ifdef TANDEM_BF16_BY_HALF
+#include "kernels/half_attention.h"
 #endif
 
 namespace {
@@ -86,6 +90,8 @@ struct RegisterProducts {
 // What multiplies bfloat16 and float32 keys and values.
 #if defined(TANDEM_TILES)
 using Bf16Products = TileProducts;
+#elif defined(TANDEM_BF16_BY_HALF)
+using Bf16Products = HalfProducts;
 #elif defined(TANDEM_BF16_BY_FMA)
 using Bf16Products = FloatProducts<true>;
 #else
@@ -95,6 +101,14 @@ using Bf16Products = RegisterProducts<DotPairs>;
 using F32Products = FloatProducts<false>;
 #else
 using F32Products = RegisterProducts<DotF32>;
+#endif
+
+#ifdef TANDEM_BF16_BY_HALF
+template <>
+struct FewRowsPath<HalfProducts> : FewRowsOf<HalfProducts, FewRowsHalf> {};
+#elif defined(__AVX512BF16__) && !defined(TANDEM_TILES)
+template <>
+struct FewRowsPath<Bf16Products> : FewRowsOf<Bf16Products, FewRowsPairs> {};
 #endif
 
 template <class Products>
@@ -130,7 +144,7 @@ inline void finish_rows(const AttentionTask& task, const Scratch<Products>& s, i
     float* first = task.out + (size_t)head * task.group * head_dim;
     for (int row = 0; row < rows; ++row) {
         float* out = first + row / task.group * task.out_stride + row % task.group * head_dim;
-        const F inverse = vset1(1.0f / vsum(vload(s.sum + (size_t)row * kWidth)));
+        const F inverse = vset1(1.0f / Traits<Products>::kValueScale / vsum(vload(s.sum + (size_t)row * kWidth)));
         for (int i = 0; i < head_dim; i += kWidth)
             vstore(out + i, vmul(vload(s.out + (size_t)row * head_dim + i), inverse));
     }
@@ -150,40 +164,6 @@ inline void attend_tile(const AttentionTask& task, const Scratch<Products>& s, i
     }
 }
 
-// Tasks of up to kMostRows rows that need no arranged tiles: none, unless the instruction set has a way.
-template <class Products>
-struct FewRowsPath {
-    static constexpr int kMostRows = 0;
-    static void attend_tile(const AttentionTask&, const Scratch<Products>&, int, int, int, int) {}
-    static void finish(const Scratch<Products>&, size_t) {}
-};
-
-#if defined(__AVX512BF16__) && !defined(TANDEM_TILES)
-template <>
-struct FewRowsPath<Bf16Products> {
-    using TaskScratch = Scratch<Bf16Products>;
-    static constexpr int kMostRows = kFewRows;
-
-    // All rows of all KV heads against one tile. The scratch of arranged keys holds the scores instead.
-    static void attend_tile(const AttentionTask& task, const TaskScratch& s, int key, int end_key, int num_keys, int rows) {
-        if (task.window && key + kTileKeys <= least_position(task, 0) - task.window + 1) return;
-        const int head_dim = task.kv.head_dim;
-        float* scores = (float*)s.keys;
-        const uint8_t *keys[kTileKeys], *values[kTileKeys];
-        score_tile(task, s.q, rows, key, end_key, num_keys, keys, scores);
-        for (int head = 0; head < task.num_kv_heads; ++head) {
-            TaskScratch of_head = s.head(head, rows, head_dim);
-            of_head.scores = scores + (size_t)head * rows * kTileKeys;
-            softmax_block(task, of_head, {0, rows, key, num_keys});
-            const size_t distance = (task.kv.value_offset + head * task.kv.head_stride) * 2;
-            for (int i = 0; i < num_keys; ++i) values[i] = keys[i] ? keys[i] + distance : kZeroRow;
-            kFewRowsWeighted.entry[rows](s.p, values, head_dim, num_keys, of_head.out);
-        }
-    }
-    static void finish(const TaskScratch& s, size_t size) { restore_dims(s.out, size); }
-};
-#endif
-
 template <class Products>
 inline void attend(const AttentionTask& task, const AttentionTask* next, void* scratch) {
     const int head_dim = task.kv.head_dim, rows = task.num_queries * task.group;
@@ -193,10 +173,11 @@ inline void attend(const AttentionTask& task, const AttentionTask* next, void* s
     for (int head = 0; head < task.num_kv_heads; ++head)
         start_rows(task, s.head(head, rows, head_dim), head, rows);
     const int end_key = task.first_position + task.num_queries;
+    const bool is_few = FewRowsPath<Products>::kTakes && rows <= kFewRows;
     for (int key = first_tile(task); key < end_key; key += kTileKeys) {
         const int count = end_key - key < kTileKeys ? end_key - key : kTileKeys;
         const int num_keys = (count + 31) / 32 * 32;
-        if (rows <= FewRowsPath<Products>::kMostRows) {
+        if (is_few) {
             FewRowsPath<Products>::attend_tile(task, s, key, end_key, num_keys, rows);
             continue;
         }
@@ -204,8 +185,7 @@ inline void attend(const AttentionTask& task, const AttentionTask* next, void* s
         for (int head = 0; head < task.num_kv_heads; ++head)
             attend_tile(task, s.head(head, rows, head_dim), key, num_keys, rows);
     }
-    if (rows <= FewRowsPath<Products>::kMostRows)
-        FewRowsPath<Products>::finish(s, (size_t)task.num_kv_heads * rows * head_dim);
+    if (is_few) FewRowsPath<Products>::finish(s, (size_t)task.num_kv_heads * rows * head_dim);
     if (next)
         for (int panel = 0; panel < kPrefetchPanels; ++panel) prefetch_panel(*next, panel);
     for (int head = 0; head < task.num_kv_heads; ++head)

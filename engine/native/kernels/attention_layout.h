@@ -12,6 +12,7 @@ using tandem::AttentionTask;
 
 constexpr int kTileKeys = 128;
 constexpr int kMaxHeadDim = 256;
+constexpr int kFewRows = 8;  // of tasks that need no arranged tiles: accumulators, a pair of values and what they become fit
 // How far ahead of the arranging loop keys and values are fetched, into the second cache. The pool's blocks of one layer
 // lie far apart, so the processor's own prefetcher starts anew at each: without this the loop takes twice the time. Zen 4
 // drops such a request while its queue is full, so the shortest lead is the best: attention of 16 streams at 2,048 tokens
@@ -26,6 +27,13 @@ template <class Products>
 struct Traits {
     static constexpr bool kScalesQueries = false;                // by attention's scale and to powers of two
     static constexpr bool kBf16Values = Products::kInputs == 2;  // which need no finer weights
+    static constexpr float kValueScale = 1.0f;                   // that O has until the end
+    static void store_weights(typename Products::Activation* p, int key, F weights) {
+        if constexpr (Products::kInputs == 2)
+            vstore_bf16((uint16_t*)p + key, weights);
+        else
+            vstore((float*)p + key, weights);
+    }
 };
 
 // Parts of the scratch memory of one task; all but the last four hold one part for each KV head.

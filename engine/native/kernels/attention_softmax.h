@@ -33,10 +33,7 @@ inline F weigh_keys(const float* scores, F scale, F shift, F sum, typename Produ
         const F exponent = Traits<Products>::kScalesQueries ? vadd(vload(scores + i), shift) : vfma(vload(scores + i), scale, shift);
         const F weight = Traits<Products>::kBf16Values ? vexp2_for_bf16(exponent) : vexp2(exponent);
         sum = vadd(sum, weight);
-        if constexpr (Products::kInputs == 2)
-            vstore_bf16((uint16_t*)p + i, weight);
-        else
-            vstore((float*)p + i, weight);
+        Traits<Products>::store_weights(p, i, weight);
     }
     return sum;
 }

@@ -7,14 +7,13 @@
 //   for each KV head:                             P = 2^(scores - maximum), O = O * correction + P V
 //
 // Each sum is the same chain of additions as with arranged tiles (kernels/attention.h): a row's result does not depend on
-// which of the two computes it. O is kept in the order in which values interleave until the end.
+// which of the two computes it. O is kept in the order in which values interleave until the end. How a task goes through
+// its tiles: kernels/few_rows_path.h.
 #pragma once
 #include "kernels/attention_layout.h"
 #include "kernels/tile.h"
 
 namespace {
-
-constexpr int kFewRows = 8;  // accumulators, a pair of values and what they become fit the registers
 
 // scores[MR][kTileKeys]: of 16 keys. q: [step][MR].
 struct FewRowsScores {
@@ -97,25 +96,15 @@ inline void restore_dims(float* out, size_t size) {
     }
 }
 
-// scores[kv head][rows][kTileKeys] of the tile's keys; where these are, first KV head of the task, goes to `keys`, null
-// after the last valid one. Keys and values of later panels are fetched on the way.
-inline void score_tile(const AttentionTask& task, const DotBf16::Activation* q, int rows, int first_key, int end_key, int num_keys,
-                       const uint8_t** keys, float* scores) {
-    const size_t head_bytes = task.kv.head_stride * 2, value_bytes = task.kv.value_offset * 2;
-    const int head_dim = task.kv.head_dim;
-    const uint8_t* of_head[kPanelOutputs];
-    for (int key = 0; key < num_keys; key += kPanelOutputs) {
-        const int at = first_key + key, ahead = at + kPrefetchPanels * kPanelOutputs;
-        const PanelRows panel(task, 2, at, end_key - at), next(task, 2, ahead, end_key - ahead);
-        __builtin_memcpy(keys + key, panel.key, sizeof panel.key);
-        for (int head = 0; head < task.num_kv_heads; ++head) {
-            panel.at(head * head_bytes, of_head);
-            next.prefetch(head * head_bytes, (size_t)head_dim * 2);
-            next.prefetch(value_bytes + head * head_bytes, (size_t)head_dim * 2);
-            kFewRowsScores.entry[rows](q + head * rows * activations_of<DotBf16>(head_dim), of_head, head_dim / 2,
-                                       scores + (size_t)head * rows * kTileKeys + key);
-        }
+struct FewRowsPairs {
+    using Activation = DotBf16::Activation;
+    static void score(const Activation* q, int rows, const uint8_t* const* keys, int head_dim, float* scores) {
+        kFewRowsScores.entry[rows](q, keys, head_dim / 2, scores);
     }
-}
+    static void weigh(const Activation* p, int rows, const uint8_t* const* values, int head_dim, int num_keys, float* out) {
+        kFewRowsWeighted.entry[rows](p, values, head_dim, num_keys, out);
+    }
+    static void finish(float* out, size_t size) { restore_dims(out, size); }
+};
 
 }  // namespace

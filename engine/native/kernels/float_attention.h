@@ -8,7 +8,6 @@
 #pragma once
 #include "kernels/attention_layout.h"
 #include "kernels/dense_linear.h"
-#include "kernels/few_rows_attention.h"
 
 namespace {
 
@@ -113,6 +112,8 @@ template <bool kBf16>
 struct Traits<FloatProducts<kBf16>> {
     static constexpr bool kScalesQueries = true;
     static constexpr bool kBf16Values = kBf16;
+    static constexpr float kValueScale = 1.0f;
+    static void store_weights(float* p, int key, F weights) { vstore(p + key, weights); }
 };
 
 template <bool kBf16>
