@@ -23,7 +23,7 @@ using H = __m512h;
 // Why so short: docs/decisions.md.
 constexpr int kChainInputs = 32;
 constexpr int kChainSteps = kChainInputs / 2;
-constexpr int kChunkChains = 2;
+constexpr int kChunkChains = 2;  // add_chunk knows
 constexpr int kPairFloats = 2 * kPanelOutputs;
 
 inline H hzero() { return _mm512_setzero_ph(); }
@@ -40,29 +40,23 @@ inline __attribute__((always_inline)) I half_of_bf16(I weights, I bias) {
 
 inline I half_bias(const HalfPanel& half) { return _mm512_set1_epi16((int16_t)(half.bias << 7)); }
 
+// Adds 32 float16 to 32 floats; kFirst: puts them there.
+template <bool kFirst>
+inline __attribute__((always_inline)) void add_halves(I halves, float* sums) {
+    F low = _mm512_cvtxph_ps(_mm256_castsi256_ph(_mm512_castsi512_si256(halves)));
+    F high = _mm512_cvtxph_ps(_mm256_castsi256_ph(_mm512_extracti64x4_epi64(halves, 1)));
+    if (!kFirst) low = vadd(vload(sums), low), high = vadd(vload(sums + kWidth), high);
+    vstore(sums, low);
+    vstore(sums + kWidth, high);
+}
+
 // Adds a chunk's sums of two rows to `sums`; of one row, that row twice.
 template <bool kFirst>
 inline __attribute__((always_inline)) void end_chunk(H row0, H row1, float* sums) {
     const I x0 = _mm512_castph_si512(row0), x1 = _mm512_castph_si512(row1);
     // row 0 in the lower halves, row 1 in the upper ones: even + odd of row 1, odd + even of row 0
     const H crossed = hbits(_mm512_shldi_epi32(x1, x0, 16)), straight = hbits(_mm512_mask_blend_epi16(0xaaaaaaaa, x0, x1));
-    const I both = _mm512_castph_si512(_mm512_add_ph(crossed, straight));
-    F low = _mm512_cvtxph_ps(_mm256_castsi256_ph(_mm512_castsi512_si256(both)));
-    F high = _mm512_cvtxph_ps(_mm256_castsi256_ph(_mm512_extracti64x4_epi64(both, 1)));
-    if (!kFirst) low = vadd(vload(sums), low), high = vadd(vload(sums + kWidth), high);
-    vstore(sums, low);
-    vstore(sums + kWidth, high);
-}
-
-// A chain of a chunk is made: puts its sums by in `chunk`, or adds them and says that the chunk is whole.
-template <int MR>
-inline __attribute__((always_inline)) bool end_chain(H (&acc)[MR], int chain, int chains, H* chunk) {
-    const bool last = chain % kChunkChains == kChunkChains - 1 || chain + 1 == chains;
-    if (chain % kChunkChains != 0)
-        for (int m = 0; m < MR; ++m) acc[m] = _mm512_add_ph(acc[m], chunk[m]);
-    if (!last)
-        for (int m = 0; m < MR; ++m) chunk[m] = acc[m];
-    return last;
+    add_halves<kFirst>(_mm512_castph_si512(_mm512_add_ph(crossed, straight)), sums);
 }
 
 template <int MR, bool kFirst>
@@ -71,11 +65,50 @@ inline __attribute__((always_inline)) void end_chunk_of_rows(const H (&acc)[MR],
     for (int m = 0; m < MR; m += 2) end_chunk<kFirst>(acc[m], acc[m + 1 < MR ? m + 1 : m], sums + m / 2 * kPairFloats);
 }
 
+// Or the compiler would keep in registers what is stored, and for want of them move the loop's own sums to memory.
+inline __attribute__((always_inline)) void keep_in_memory() { asm volatile("" ::: "memory"); }
+
+template <int MR, int NP>
+inline __attribute__((always_inline)) void start_chain(H (&acc)[NP][MR]) {
+#pragma GCC unroll 2
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) {
+            acc[p][m] = hzero();
+            asm("" : "+v"(acc[p][m]));  // in a register of its own, not in one zero for all or in memory
+        }
+}
+
+// acc: of the chunk that begins with `chain`. multiply(chain, acc) makes the sums of one chain; those of the first wait in
+// memory, because beside the second's there are not enough registers. Every loop over sums is unrolled, or the compiler
+// would move all of them through memory.
+template <int MR, int NP, class Chain>
+inline __attribute__((always_inline)) void sum_chunk(int chain, int chains, Chain&& multiply, H (&acc)[NP][MR]) {
+    multiply(chain, acc);
+    if (chain + 1 == chains) return;
+    alignas(64) uint8_t waiting[NP][MR][sizeof(H)];
+#pragma GCC unroll 2
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) _mm512_store_ph(waiting[p][m], acc[p][m]);
+    keep_in_memory();
+    multiply(chain + 1, acc);
+#pragma GCC unroll 2
+    for (int p = 0; p < NP; ++p)
+#pragma GCC unroll 16
+        for (int m = 0; m < MR; ++m) acc[p][m] = _mm512_add_ph(acc[p][m], _mm512_load_ph(waiting[p][m]));
+}
+
 struct HalfOut {
     float* data;
     size_t stride;
     bool add;  // to what is there
 };
+
+inline __attribute__((always_inline)) void finish_sum(F sum, float row_exponent, float panel_exponent, float* to, bool add) {
+    sum = vscale(sum, vset1(row_exponent + panel_exponent));
+    vstore(to, add ? vadd(vload(to), sum) : sum);
+}
 
 // Writes the sums of `rows` rows and one panel. row_exponents: what undoes each row's power of two.
 inline void finish_sums(const float* sums, const float* row_exponents, int rows, float panel_exponent, const HalfOut& out) {
@@ -84,9 +117,7 @@ inline void finish_sums(const float* sums, const float* row_exponents, int rows,
     for (int m = 0; m < rows; ++m) {
         const float* pair = sums + m / 2 * kPairFloats;
         const F row = _mm512_permutex2var_ps(vload(pair), m % 2 ? odd : even, vload(pair + kWidth));
-        const F sum = vscale(row, vset1(row_exponents[m] + panel_exponent));
-        float* to = out.data + m * out.stride;
-        vstore(to, out.add ? vadd(vload(to), sum) : sum);
+        finish_sum(row, row_exponents[m], panel_exponent, out.data + m * out.stride, out.add);
     }
 }
 
