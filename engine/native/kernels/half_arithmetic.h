@@ -23,7 +23,7 @@ using H = __m512h;
 // Why so short: docs/decisions.md.
 constexpr int kChainInputs = 32;
 constexpr int kChainSteps = kChainInputs / 2;
-constexpr int kChunkChains = 2;  // add_chunk knows
+constexpr int kChunkChains = 2;  // sum_chunk and HalfCachedTile know
 constexpr int kPairFloats = 2 * kPanelOutputs;
 
 inline H hzero() { return _mm512_setzero_ph(); }
