@@ -9,9 +9,23 @@ still found.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # Objects made before the youngest are looked at (Python's default: 700), and how many such looks before the next older.
 YOUNG_OBJECTS, YOUNG_LOOKS, MIDDLE_LOOKS = 20_000, 20, 50
+
+
+@contextmanager
+def start_without_collections() -> Iterator[None]:
+    """A start inside of which the collector does not walk, again and again, what is made to stay. Behind it, or behind
+    its failure, the collector works as after `settle_objects`."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        settle_objects()
 
 
 def settle_objects() -> None:

@@ -20,6 +20,7 @@ import grpc.aio
 from tandem.v1 import common_pb2, membership_pb2, worker_pb2_grpc
 
 from cluster.ended_tasks import end_tasks
+from cluster.garbage import start_without_collections
 from cluster.identity import Incarnation, new_incarnation
 from cluster.kv_events import KvEventPublisher
 from cluster.logs import configure_logs
@@ -107,7 +108,8 @@ async def run_worker(
     redis = RedisClient(settings.redis_url, settings.redis_password_file) if settings.redis_url else None
     context = _context(settings, security, redis)
     try:
-        node = await build(context)
+        with start_without_collections():
+            node = await build(context)
         try:
             await _serve(context, node)
         finally:
