@@ -216,6 +216,8 @@ def step_cases(
 class _RandomWeights:
     """A `WeightSource` of any size."""
 
+    blocks_are_exact = False
+
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 

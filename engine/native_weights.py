@@ -7,6 +7,9 @@
     int4          Q4_1: 4 bits, scale and minimum for each 32 inputs; embedding and output head in Q8_0
     file          the file's own Q4_0, Q4_1 or Q8_0 blocks, value for value; other types in the compute dtype
 
+Blocks of a file that are kept in the compute dtype are dequantised by the library, panel by panel: as float32 tensors
+they would take several times the memory of the matrix, and the time that the system needs to give it.
+
 Names are those of Hugging Face checkpoints. Reading files is the source's business.
 """
 
@@ -24,13 +27,14 @@ from cluster.errors import StartupError
 from engine import native_library
 from engine.model_config import ModelConfig
 from engine.native_library import NumberFormat, TensorKind
-from engine.weights.weight_source import WeightSource
+from engine.weights.weight_source import RawBlocks, WeightSource
 
 Quantization = Literal["none", "int8", "int4", "file"]
 WeightCompression = Literal["auto", "off"]
 
 BLOCK_INPUTS = 32
 _BLOCK_BYTES = {NumberFormat.Q4_0: 18, NumberFormat.Q4_1: 20, NumberFormat.Q8_0: 34}
+_KEPT_FLOATS = (NumberFormat.F32, NumberFormat.BF16, NumberFormat.BF16_COMPRESSED)
 _FLOAT_FORMATS = {
     torch.float32: NumberFormat.F32,
     torch.bfloat16: NumberFormat.BF16,
@@ -99,19 +103,20 @@ class WeightLoader:
 
     def _load_matrix(self, layer: int, parts: list[tuple[TensorKind, str]], kept: NumberFormat) -> None:
         """Loads the tensors that make one matrix of the library: as blocks of the file where all are of one type."""
-        blocks = [self._weights.raw_blocks(name) for _, name in parts] if self._quantization == "file" else []
-        kinds = {block.kind if block is not None else "" for block in blocks}
-        block_format = NumberFormat.__members__.get(kinds.pop()) if len(kinds) == 1 else None
-        if block_format in _BLOCK_BYTES:
-            self.formats[block_format.name] += 1
-            for (kind, name), block in zip(parts, blocks, strict=True):
-                if block is not None:
-                    columns = block.data.shape[1] // _BLOCK_BYTES[block_format] * BLOCK_INPUTS
-                    self._load(kind, layer, name, block.data, columns, block_format, block_format)
-            return
+        keeps_blocks = self._quantization == "file"
+        reads_blocks = keeps_blocks or (self._weights.blocks_are_exact and kept in _KEPT_FLOATS)
+        blocks = [self._weights.raw_blocks(name) if reads_blocks else None for _, name in parts]
+        sources = [_block_format(block) for block in blocks]
+        if keeps_blocks:
+            kept = sources[0] if sources[0] is not None and len(set(sources)) == 1 else kept
+            reads_blocks = kept in _BLOCK_BYTES or self._weights.blocks_are_exact
         self.formats[kept.name] += 1
-        for kind, name in parts:
-            self._load_tensor(kind, layer, name, kept)
+        for (kind, name), block, source in zip(parts, blocks, sources, strict=True):
+            if block is None or source is None or not reads_blocks:
+                self._load_tensor(kind, layer, name, kept)
+            else:
+                columns = block.data.shape[1] // _BLOCK_BYTES[source] * BLOCK_INPUTS
+                self._load(kind, layer, name, block.data, columns, source, kept)
 
     def _load_vector(self, kind: TensorKind, layer: int, name: str) -> None:
         self._load_tensor(kind, layer, name, NumberFormat.F32)
@@ -142,3 +147,9 @@ class WeightLoader:
         )
         if code != 0:
             raise StartupError(f"native backend, {name}: {native_library.last_error()}")
+
+
+def _block_format(blocks: RawBlocks | None) -> NumberFormat | None:
+    """The blocks' format, if the library reads it."""
+    found = None if blocks is None else NumberFormat.__members__.get(blocks.kind)
+    return found if found in _BLOCK_BYTES else None

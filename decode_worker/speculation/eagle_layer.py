@@ -119,6 +119,8 @@ def open_layer(fusion: Fusion, weights: WeightSource, num_blocks: int) -> EagleL
 class LayerWeights:
     """An EAGLE file's layer as a checkpoint of one layer; a `WeightSource`."""
 
+    blocks_are_exact = False
+
     def __init__(self, config: ModelConfig, file: DrafterFile, head: torch.Tensor) -> None:
         self.config = config
         heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -91,6 +91,8 @@ def _projection(block: MtpBlock, source: TensorSource) -> torch.Tensor:
 class _BlockWeights:
     """The block's decoder layer as a checkpoint of one layer; a `WeightSource` over the one that it came with."""
 
+    blocks_are_exact = False
+
     def __init__(self, config: ModelConfig, source: TensorSource, names: dict[str, str]) -> None:
         self.config = config
         self._source = source

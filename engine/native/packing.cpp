@@ -18,12 +18,15 @@ namespace {
 float f16_to_float(uint16_t half) {
     const int exponent = (half >> 10) & 31, mantissa = half & 1023;
     float value;
-    if (exponent == 0)
+    if (exponent == 0) {
         value = std::ldexp((float)mantissa, -24);
-    else if (exponent == 31)
+    } else if (exponent == 31) {
         value = mantissa ? NAN : INFINITY;
-    else
-        value = std::ldexp((float)(mantissa + 1024), exponent - 25);
+    } else {
+        // 112: between the offsets of the two exponents.
+        const uint32_t bits = ((uint32_t)(half & 0x7fff) + (112u << 10)) << 13;
+        std::memcpy(&value, &bits, 4);
+    }
     return half & 0x8000 ? -value : value;
 }
 
@@ -116,6 +119,28 @@ size_t source_block_bytes(NumberFormat source) {
     return source == NumberFormat::kQ4_0 ? 18 : (source == NumberFormat::kQ4_1 ? 20 : 34);
 }
 
+// GGUF's blocks as floats, with the roundings of a product and a sum in float32.
+void dequantize_row(NumberFormat source, const uint8_t* row, int k, float* out) {
+    for (int first = 0; first < k; first += kBlockInputs, row += source_block_bytes(source), out += kBlockInputs) {
+        uint16_t halves[2];
+        std::memcpy(halves, row, sizeof halves);
+        const float d = f16_to_float(halves[0]);
+        if (source == NumberFormat::kQ8_0) {
+            for (int i = 0; i < kBlockInputs; ++i) out[i] = d * (float)(int8_t)row[2 + i];
+            continue;
+        }
+        const bool has_minimum = source == NumberFormat::kQ4_1;
+        const uint8_t* nibbles = row + (has_minimum ? 4 : 2);
+        const float minimum = has_minimum ? f16_to_float(halves[1]) : 0.0f;
+        const int offset = has_minimum ? 0 : 8;
+        for (int i = 0; i < 16; ++i) {
+            const float low = d * (float)((nibbles[i] & 15) - offset), high = d * (float)((nibbles[i] >> 4) - offset);
+            out[i] = has_minimum ? low + minimum : low;
+            out[16 + i] = has_minimum ? high + minimum : high;
+        }
+    }
+}
+
 void pack_blocks(PackedMatrix& matrix, int output, const uint8_t* row, NumberFormat source) {
     uint8_t* panel = matrix.panel(output / kPanelOutputs);
     const int lane = output % kPanelOutputs;
@@ -159,10 +184,15 @@ void check(const PackedMatrix& matrix, int first_row, int last_output, NumberFor
     if (matrix.format == NumberFormat::kBf16Compressed && first_row % kPanelOutputs != 0)
         throw std::invalid_argument("a compressed panel is filled at once: rows start at a multiple of 16, not " +
                                     std::to_string(first_row));
-    if (is_block_format(matrix.format) && matrix.k % kBlockInputs != 0)
+    if ((is_block_format(matrix.format) || is_block_format(source)) && matrix.k % kBlockInputs != 0)
         throw std::invalid_argument("a block format needs inputs in multiples of 32, not " + std::to_string(matrix.k));
-    const bool takes = is_block_format(source) ? source == matrix.format : matrix.format != NumberFormat::kQ4_0;
+    const bool keeps_floats = !is_block_format(matrix.format);
+    const bool takes = is_block_format(source) ? keeps_floats || source == matrix.format : matrix.format != NumberFormat::kQ4_0;
     if (!takes) throw std::invalid_argument("this source cannot be kept in this format");
+}
+
+const uint8_t* block_row(const PackedMatrix& matrix, NumberFormat source, const void* data, int row) {
+    return (const uint8_t*)data + (size_t)row * (size_t)(matrix.k / kBlockInputs) * source_block_bytes(source);
 }
 
 // Whole panels: each is laid out as BF16, then compressed.
@@ -170,10 +200,17 @@ void pack_compressed(Arena& arena, PackedMatrix& matrix, int first_row, int pane
                      const void* data) {
     PanelCompressor compressor(arena, matrix);
     std::vector<uint8_t> plain(panel_bytes(NumberFormat::kBf16, matrix.k_padded));
+    std::vector<float> floats((size_t)matrix.k);
     for (int first = 0; first < rows; first += kPanelOutputs) {
         std::fill(plain.begin(), plain.end(), (uint8_t)0);
-        for (int lane = 0; lane < std::min(kPanelOutputs, rows - first); ++lane)
-            pack_row_bf16(plain.data(), lane, source, data, (size_t)(first + lane) * (size_t)matrix.k, matrix.k);
+        for (int lane = 0; lane < std::min(kPanelOutputs, rows - first); ++lane) {
+            if (is_block_format(source)) {
+                dequantize_row(source, block_row(matrix, source, data, first + lane), matrix.k, floats.data());
+                pack_row_bf16(plain.data(), lane, NumberFormat::kF32, floats.data(), 0, matrix.k);
+            } else {
+                pack_row_bf16(plain.data(), lane, source, data, (size_t)(first + lane) * (size_t)matrix.k, matrix.k);
+            }
+        }
         compressor.compress(output_of(first_row, panel_step, first) / kPanelOutputs, plain.data());
     }
     compressor.finish();
@@ -212,15 +249,17 @@ void pack_matrix(Arena& arena, PackedMatrix& matrix, int first_row, int panel_st
     check(matrix, first_row, rows > 0 ? output_of(first_row, panel_step, rows - 1) : 0, source);
     if (matrix.format == NumberFormat::kBf16Compressed)
         return pack_compressed(arena, matrix, first_row, panel_step, rows, source, data);
-    std::vector<float> floats(is_block_format(source) ? 0 : (size_t)matrix.k);
+    std::vector<float> floats(source == matrix.format && is_block_format(source) ? 0 : (size_t)matrix.k);
     for (int i = 0; i < rows; ++i) {
         const int output = output_of(first_row, panel_step, i);
-        if (is_block_format(source)) {
-            const size_t row_bytes = (size_t)matrix.k / kBlockInputs * source_block_bytes(source);
-            pack_blocks(matrix, output, (const uint8_t*)data + (size_t)i * row_bytes, source);
+        if (floats.empty()) {
+            pack_blocks(matrix, output, block_row(matrix, source, data, i), source);
             continue;
         }
-        for (int j = 0; j < matrix.k; ++j) floats[(size_t)j] = float_of(source, data, (size_t)i * matrix.k + j);
+        if (is_block_format(source))
+            dequantize_row(source, block_row(matrix, source, data, i), matrix.k, floats.data());
+        else
+            for (int j = 0; j < matrix.k; ++j) floats[(size_t)j] = float_of(source, data, (size_t)i * matrix.k + j);
         pack_floats(matrix, output, floats.data());
     }
     if (!matrix.half || rows == 0) return;

@@ -52,7 +52,8 @@ enum TandemTensor {
 };
 
 /* What the caller's bytes are (`source`) and how the library keeps a matrix (`format`, packed_matrix.h). Block formats
- * are GGUF's, row after row; a matrix in one takes the same blocks value for value, or floats, which are rounded. */
+ * are GGUF's, row after row; a matrix in one takes the same blocks value for value, or floats, which are rounded;
+ * one in a float format takes blocks too. */
 enum TandemNumberFormat {
     TANDEM_F32 = 0,
     TANDEM_BF16 = 1,

@@ -84,6 +84,8 @@ class ShardedWeights:
     What of a matrix is not the rank's is not converted, let alone kept.
     """
 
+    blocks_are_exact = False
+
     def __init__(self, whole: WeightFile, shard: Shard) -> None:
         """Raises `StartupError` as `check_divides`."""
         check_divides(whole.config, shard.size)

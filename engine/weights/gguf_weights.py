@@ -52,6 +52,8 @@ _QUANTIZED = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", 
 class GgufWeights:
     """An open GGUF checkpoint; keeps `engine.weights.weight_source.WeightFile`'s promise."""
 
+    blocks_are_exact = True
+
     def __init__(self, path: Path) -> None:
         """Raises `StartupError` for a file that cannot be read or that holds another architecture."""
         self._file = GgufFile(path)

@@ -53,6 +53,8 @@ class StoredTensor:
 class SafetensorsWeights:
     """An open checkpoint directory; keeps `engine.weights.weight_source.WeightFile`'s promise."""
 
+    blocks_are_exact = False  # a zero point may be rounded
+
     def __init__(self, directory: Path) -> None:
         """Raises `StartupError` for a directory that is incomplete, corrupt or of another architecture."""
         config = read_config(directory)

@@ -33,6 +33,7 @@ class WeightSource(Protocol):
     """
 
     config: ModelConfig
+    blocks_are_exact: bool  # whether `raw_blocks`, dequantised in float32, are `tensor` bit for bit
 
     def names(self) -> Sequence[str]:
         """Every tensor of the model, sorted; exactly those that `expected_shapes` asks for."""

@@ -59,6 +59,8 @@ def built_isas() -> tuple[str, ...]:
 class RandomWeights:
     """Weights of a `ModelConfig`, drawn from one seed; a `WeightSource`."""
 
+    blocks_are_exact = False
+
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ import torch
 from engine.kv_memory import KvMemory, layout_of
 from engine.model_loader import open_weights
 from engine.native_runner import NativeRunner
-from engine.native_weights import Quantization
+from engine.native_weights import Quantization, WeightCompression
 from engine.weights.weight_source import WeightSource
 from tests.engine.native_model import Batch, built_isas
 
@@ -62,6 +62,33 @@ def forced_logits(runner: NativeRunner, references: list[dict[str, Any]]) -> tor
         for _ in references[0]["tokens"]
     ]
     return torch.stack(steps, dim=1)
+
+
+class FloatTensors:
+    """The same checkpoint without its blocks."""
+
+    blocks_are_exact = False
+
+    def __init__(self, weights: WeightSource) -> None:
+        self._weights = weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weights, name)
+
+
+@pytest.mark.parametrize("compression", ["auto", "off"])
+def test_blocks_that_the_library_dequantises_give_the_bits_of_float_tensors(
+    weights: WeightSource, references: list[dict[str, Any]], compression: WeightCompression
+) -> None:
+    logits = []
+    for source in (weights, cast(WeightSource, FloatTensors(weights))):
+        memory = KvMemory(layout_of(weights.config, "bfloat16", BLOCK), NUM_BLOCKS)
+        runner = NativeRunner(weights.config, source, memory, dtype="bfloat16", compression=compression)
+        batch = Batch(NUM_BLOCKS, BLOCK)
+        sequence = batch.add(references[5]["prompt"])
+        logits.append(runner.forward(batch.step([(sequence, len(references[5]["prompt"]))]), None).logits.clone())
+        runner.close()
+    assert torch.equal(*logits)
 
 
 def test_float32_tokens_equal_transformers(weights: WeightSource, references: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ GGUF_TYPES = {
     NumberFormat.Q8_0: gguf.GGMLQuantizationType.Q8_0,
 }
 ROW_COUNTS = (1, 2, 3, 5, 8, 12, 13, 16, 17, 24, 25, 33, 64, 65, 71)
+COMPRESSING = ("avx512_bf16", "avx512_bf16_fma", "avx512_fp16")
 IN_HALF = ("avx512_fp16",)  # instruction sets of products in half precision
 SHAPES = ((1, 32), (15, 64), (16, 96), (17, 576), (50, 160))
 pytestmark = pytest.mark.parametrize("isa", built_isas())
@@ -143,8 +144,30 @@ def test_q9_zero_row_of_weights_gives_zeros_in_every_format(isa: str) -> None:
         assert not out[:, 0].any()
 
 
+@pytest.mark.parametrize("kept", [NumberFormat.F32, NumberFormat.BF16, NumberFormat.BF16_COMPRESSED])
+@pytest.mark.parametrize("kind", list(GGUF_TYPES))
+def test_blocks_of_a_file_become_the_floats_that_gguf_makes_of_them(
+    isa: str, kind: NumberFormat, kept: NumberFormat
+) -> None:
+    """Bit for bit, with scales of every size that a float16 has, and rounded where bfloat16 is kept."""
+    if kept == NumberFormat.BF16_COMPRESSED and isa not in COMPRESSING:
+        pytest.skip("keeps bfloat16 as it is")
+    weights = random_array(50, 160) * np.float32(2.0) ** np.linspace(-22, 14, 50, dtype=np.float32)[:, None]
+    blocks = gguf.quants.quantize(weights, GGUF_TYPES[kind])
+    floats = gguf.quants.dequantize(blocks, GGUF_TYPES[kind])
+    expected = torch.from_numpy(floats)
+    if kept != NumberFormat.F32:
+        expected = expected.bfloat16().float()
+    matrix = NativeMatrix(blocks, 160, kind, kept, isa=isa)
+    for output in range(50):
+        np.testing.assert_array_equal(matrix.row(output), expected[output].numpy())
+
+
 def test_formats_that_do_not_go_together_are_refused(isa: str) -> None:
     with pytest.raises(EngineFailure, match="cannot be kept"):
         NativeMatrix(random_array(4, 64), 64, NumberFormat.F32, NumberFormat.Q4_0, isa=isa)
+    blocks = gguf.quants.quantize(random_array(4, 64), GGUF_TYPES[NumberFormat.Q4_1])
+    with pytest.raises(EngineFailure, match="cannot be kept"):
+        NativeMatrix(blocks, 64, NumberFormat.Q4_1, NumberFormat.Q8_0, isa=isa)
     with pytest.raises(EngineFailure, match="multiples of 32, not 48"):
         NativeMatrix(random_array(4, 48), 48, NumberFormat.F32, NumberFormat.Q8_0, isa=isa)
