@@ -18,7 +18,7 @@
 #include "kernels/elementwise.h"
 #include "kernels/few_rows_path.h"
 #ifdef TANDEM_TILES
-#include "kernels/tile_products.h"
+#include "kernels/tile_attention.h"
 #endif
 #if defined(__AVX512BF16__) && !defined(TANDEM_TILES) && !defined(TANDEM_BF16_BY_HALF)
 #include "kernels/few_rows_attention.h"

@@ -14,6 +14,9 @@
 #endif
 #include "kernels/quantized_linear.h"
 #include "kernels/sampling.h"
+#ifdef TANDEM_TILES
+#include "kernels/tile_linear.h"
+#endif
 
 namespace {
 
