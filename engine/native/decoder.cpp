@@ -100,7 +100,7 @@ void Decoder::reserve(int rows) {
     work_.attended.resize(n * (size_t)heads_width());
     work_.activated.resize(n * (size_t)padded(spec_.intermediate_size));
     work_.gate_up.resize((size_t)threads_.size());
-    for (auto& part : work_.gate_up) part.resize(n * 2 * kPanelOutputs);
+    for (auto& part : work_.gate_up) part.resize(std::max(n, (size_t)kGatedRows) * 2 * kPanelOutputs);
     work_.cos.resize(n * inverse_frequencies_.size());
     work_.sin.resize(n * inverse_frequencies_.size());
     work_.packed.resize(packed);

@@ -28,11 +28,14 @@ struct Peak {
     bool has_nan = false;
 };
 
+// Gates and ups that are computed before they are multiplied: a pair of panels of so many rows, or more pairs of fewer rows.
+constexpr int kGatedRows = 256;
+
 // Buffers of one step, float32, grown to the largest step seen. `rows` are tokens.
 struct Workspace {
     int rows = 0;
     LargeVector<float> residual, normed, qkv, attended, activated, cos, sin;
-    std::vector<LargeVector<float>> gate_up;     // of each thread: a panel of gates and one of ups
+    std::vector<LargeVector<float>> gate_up;     // of each thread: some panels of gates and of ups
     LargeVector<uint8_t> packed;                 // activations as the kernels read them
     std::vector<LargeVector<uint8_t>> expanded;   // weights of each thread, where kernels decode them into memory
     std::vector<LargeVector<uint8_t>> attention;  // scratch of each thread

@@ -78,19 +78,23 @@ void Decoder::multiply_panels(const PackedMatrix& matrix, int first_panel, int l
     });
 }
 
-// activated = silu(gate) * up, panel by panel, so that gates and ups never leave the cache.
+// activated = silu(gate) * up, some panels at a time, so that gates and ups never leave the cache. Of few rows many: weights
+// are then read in one run.
 void Decoder::multiply_gated(const PackedMatrix& matrix, int rows) {
     const LinearKernels& kernel = kernels_.linear_of(matrix);
     const size_t inner_stride = (size_t)padded(spec_.intermediate_size);
+    const int pairs_at_once = std::max(1, kGatedRows / rows);
     uint8_t* packed = work_.packed.data();
     kernel.pack(work_.normed.data(), (size_t)spec_.hidden_size, rows, matrix.k, matrix.k_padded, packed);
     threads_.split(matrix.panels / 2, [&](int first, int last, int thread) {
-        float* pair = work_.gate_up[(size_t)thread].data();
-        for (int i = first; i < last; ++i) {
-            kernel.multiply(packed, rows, matrix, 2 * i, 2 * i + 2, pair, 2 * kPanelOutputs, false,
-                            work_.expanded[(size_t)thread].data());
-            kernels_.silu_multiply(pair, 2 * kPanelOutputs, rows,
-                                   work_.activated.data() + (size_t)i * kPanelOutputs, inner_stride);
+        float* gates = work_.gate_up[(size_t)thread].data();
+        for (int i = first; i < last; i += pairs_at_once) {
+            const int end = std::min(last, i + pairs_at_once);
+            const size_t stride = (size_t)(end - i) * 2 * kPanelOutputs;
+            kernel.multiply(packed, rows, matrix, 2 * i, 2 * end, gates, stride, false, work_.expanded[(size_t)thread].data());
+            for (int pair = i; pair < end; ++pair)
+                kernels_.silu_multiply(gates + (size_t)(pair - i) * 2 * kPanelOutputs, stride, rows,
+                                       work_.activated.data() + (size_t)pair * kPanelOutputs, inner_stride);
         }
     });
 }

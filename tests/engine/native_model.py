@@ -56,6 +56,11 @@ def built_isas() -> tuple[str, ...]:
     return usable_isas()
 
 
+def compressing_isas() -> tuple[str, ...]:
+    """Those that keep bfloat16 weights in 12 bits: all with bfloat16 products."""
+    return tuple(isa for isa in built_isas() if isa.startswith(("avx512_", "amx")))
+
+
 class RandomWeights:
     """Weights of a `ModelConfig`, drawn from one seed; a `WeightSource`."""
 

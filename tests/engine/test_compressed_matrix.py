@@ -12,16 +12,16 @@ from engine.kernels.native import NativeMatrix
 from engine.model_config import ModelConfig
 from engine.native_library import NumberFormat
 from engine.native_weights import WeightCompression
-from tests.engine.native_model import MODELS, Batch, RandomWeights, built_isas, small_runner
+from tests.engine.native_model import MODELS, Batch, RandomWeights, built_isas, compressing_isas, small_runner
 
 Bits = npt.NDArray[np.uint16]
 
 ALL_BITS = np.arange(2**16, dtype=np.uint16)
 INFINITY_BITS = 0x7F80
 # Rows in blocks of every size, around the counts where the blocks change and where weights are decoded into memory.
-ROW_COUNTS = (*range(1, 18), 24, 33, 48, 63, 64, 65, 77, 130)
+ROW_COUNTS = (*range(1, 18), 24, 32, 33, 48, 49, 63, 64, 65, 77, 130)
 SHAPES = ((1, 8), (15, 32), (16, 96), (17, 576), (50, 160), (33, 7), (20, 77), (48, 1536))
-COMPRESSING = [isa for isa in built_isas() if isa in ("avx512_bf16", "avx512_bf16_fma", "avx512_fp16")]
+COMPRESSING = compressing_isas()
 
 on_compressing = pytest.mark.parametrize("isa", COMPRESSING)
 

@@ -18,6 +18,7 @@ from tests.engine.native_model import (
     Batch,
     RandomWeights,
     built_isas,
+    compressing_isas,
     poisoned_memory,
     reference_logits,
     small_runner,
@@ -356,7 +357,7 @@ def test_status_names_what_runs(isa: str) -> None:
     status = runner.status()
     assert status["isa"] == isa
     assert status["num_threads"] == 1
-    kept = "BF16_COMPRESSED" if isa in ("avx512_bf16", "avx512_bf16_fma", "avx512_fp16") else "BF16"
+    kept = "BF16_COMPRESSED" if isa in compressing_isas() else "BF16"
     assert status["weight_formats"] == {kept: 1 + 4 * SMALL_LLAMA.num_layers}
     details = runner.kernel_details()
     assert (details["isa"], details["weights"]) == (isa, kept)

@@ -16,6 +16,7 @@ from engine.kv_memory import layout_of
 from engine.model_loader import open_weights
 from engine.native_runner import NativeRunner
 from engine.runner_factory import MAX_DEFAULT_KV_BYTES, build_runner, free_memory_bytes, model_length, num_blocks
+from tests.engine.native_model import compressing_isas
 from tests.engine.steps import BlockDealer, prompt_logits
 from tests.engine.tiny_models import random_model, save_gguf, save_safetensors
 from tests.engine.weights.quantized_checkpoints import awq_parts, quantize, save_quantized
@@ -242,7 +243,7 @@ def test_free_memory_respects_a_cgroup_limit(tmp_path: Path, monkeypatch: pytest
 
 def _compresses() -> bool:
     """By what the library runs here: a processor may name AMX on a machine that does not let it be used."""
-    return native_library.usable_isas()[0] in ("avx512_bf16", "avx512_bf16_fma", "avx512_fp16")
+    return native_library.usable_isas()[0] in compressing_isas()
 
 
 def _without_native(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ bool amx_self_test() {
     constexpr int kRows = 20, kInputs = 64;
     alignas(64) static float x[kRows][kInputs], out[kRows][kPanelOutputs];
     alignas(64) static uint16_t weights[kInputs / 2][kPanelOutputs][2];
-    alignas(64) static uint8_t packed[2 * kTileRows * kInputs * 2];
+    alignas(64) static uint8_t packed[kRows * kInputs * 2];
     for (int row = 0; row < kRows; ++row)
         for (int i = 0; i < kInputs; ++i) x[row][i] = (float)((row + 3 * i) % 7 - 3);
     for (int i = 0; i < kInputs; ++i)
@@ -22,8 +22,8 @@ bool amx_self_test() {
     w.panels = 1;
     w.panel_bytes = sizeof weights;
     w.data = (uint8_t*)weights;
-    TileLinear::pack(x[0], kInputs, kRows, kInputs, kInputs, packed);
-    TileLinear::multiply(packed, kRows, w, 0, 1, out[0], kPanelOutputs, false, nullptr);
+    TileActivations::pack(x[0], kInputs, kRows, kInputs, kInputs, packed);
+    TileLinear<PlainTiles>::multiply(packed, kRows, w, 0, 1, out[0], kPanelOutputs, false, nullptr);
     for (int row = 0; row < kRows; ++row)
         for (int n = 0; n < kPanelOutputs; ++n) {
             float expected = 0.0f;  // small whole numbers: exact in any order

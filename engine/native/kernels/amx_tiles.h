@@ -1,4 +1,8 @@
-// AMX: eight tiles of 16 rows of 64 bytes. Every tile is always used whole, so one configuration serves all.
+// AMX: eight tiles of up to 16 rows of 64 bytes, by their part in a product of two tiles of rows and two of weights:
+//
+//     weights          6       7
+//     rows 4  sums     0       1
+//     rows 5           2       3
 //
 // The instructions are written as assembly with memory clobbers: with GCC 12's intrinsics the stores to the
 // configuration or to the operands can be dropped before a tile is loaded. With TANDEM_EMULATE_TILES plain code stands in,
@@ -12,6 +16,14 @@ namespace {
 constexpr int kTileRows = 16;
 constexpr size_t kTileBytes = 1024;
 
+struct alignas(64) TileConfiguration {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16];
+    TileConfiguration(uint8_t first, uint8_t second)
+        : rows{first, first, second, second, first, second, kTileRows, kTileRows} {}
+};
+
 #if defined(TANDEM_EMULATE_TILES)
 
 struct EmulatedTile {
@@ -19,7 +31,11 @@ struct EmulatedTile {
 };
 thread_local EmulatedTile emulated_tiles[8];
 
-inline void tiles_configure() {}
+thread_local int emulated_rows[8];
+
+inline void tiles_configure(const TileConfiguration& configuration) {
+    for (int tile = 0; tile < 8; ++tile) emulated_rows[tile] = configuration.rows[tile], emulated_tiles[tile] = {};
+}
 inline void tiles_release() {}
 template <int T>
 inline void tile_zero() {
@@ -27,13 +43,17 @@ inline void tile_zero() {
 }
 template <int T>
 inline void tile_load(const void* from, size_t row_stride) {
-    for (int row = 0; row < kTileRows; ++row)
+    for (int row = 0; row < emulated_rows[T]; ++row)
         __builtin_memcpy(emulated_tiles[T].bytes[row], (const uint8_t*)from + row * row_stride, 64);
 }
 template <int T>
 inline void tile_store(void* to, size_t row_stride) {
-    for (int row = 0; row < kTileRows; ++row)
+    for (int row = 0; row < emulated_rows[T]; ++row)
         __builtin_memcpy((uint8_t*)to + row * row_stride, emulated_tiles[T].bytes[row], 64);
+}
+template <int T>
+inline void tile_load_passing(const void* from, size_t row_stride) {
+    tile_load<T>(from, row_stride);
 }
 inline float emulated_bf16(const uint8_t* from) {
     const uint32_t bits = (uint32_t)from[0] << 16 | (uint32_t)from[1] << 24;
@@ -44,7 +64,7 @@ inline float emulated_bf16(const uint8_t* from) {
 // C += A B as the instruction defines it: the even and the odd products of a row are summed apart, then together.
 template <int C, int A, int B>
 inline void tile_dot() {
-    for (int row = 0; row < kTileRows; ++row)
+    for (int row = 0; row < emulated_rows[C]; ++row)
         for (int column = 0; column < 16; ++column) {
             float even = 0.0f, odd = 0.0f, sum;
             for (int k = 0; k < 16; ++k) {
@@ -61,14 +81,9 @@ inline void tile_dot() {
 
 #else
 
-struct TileConfiguration {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-alignas(64) constexpr TileConfiguration kTileConfiguration;
-
-inline void tiles_configure() { asm volatile("ldtilecfg %0" ::"m"(kTileConfiguration) : "memory"); }
+inline void tiles_configure(const TileConfiguration& configuration) {
+    asm volatile("ldtilecfg %0" ::"m"(configuration) : "memory");
+}
 inline void tiles_release() { asm volatile("tilerelease" ::: "memory"); }
 template <int T>
 inline void tile_zero() {
@@ -77,6 +92,11 @@ inline void tile_zero() {
 template <int T>
 inline void tile_load(const void* from, size_t row_stride) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
+}
+// The same for bytes that are not to take the place of others in the first cache.
+template <int T>
+inline void tile_load_passing(const void* from, size_t row_stride) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
 }
 template <int T>
 inline void tile_store(void* to, size_t row_stride) {
@@ -89,9 +109,14 @@ inline void tile_dot() {
 
 #endif
 
-// Tiles may be used while a value of this type lives. Releasing them keeps the thread's context switches small.
+// Tiles may be used while a value of this type lives. Releasing them keeps the thread's context switches small. Two tiles of
+// rows may be shorter than 16, with their sums: an instruction takes the less time the fewer rows it has.
 struct TileSession {
-    TileSession() { tiles_configure(); }
+    explicit TileSession(int first_rows = kTileRows, int second_rows = kTileRows) {
+        const uint8_t first = (uint8_t)first_rows, second = (uint8_t)second_rows;
+        const TileConfiguration configuration{first, second};
+        tiles_configure(configuration);
+    }
     ~TileSession() { tiles_release(); }
     TileSession(const TileSession&) = delete;
     TileSession& operator=(const TileSession&) = delete;

@@ -4,41 +4,10 @@
 // products; what is saved are a quarter of the bytes. Many rows: a pair of panels is decoded once into scratch memory.
 // Bytes read: 12 bits a weight once, A once per panel or pair of panels.
 #pragma once
-#include "compressed_panel.h"
+#include "kernels/compressed_groups.h"
 #include "kernels/dense_linear.h"
 
 namespace {
-
-using tandem::CompressedHeader;
-using tandem::HighByteException;
-using tandem::kGroupBytes;
-using tandem::kGroupInputs;
-using tandem::kGroupRows;
-using tandem::kPlainGroupBytes;
-
-inline __attribute__((always_inline)) void decode_group(const uint8_t* group, I table, I (&rows)[kGroupRows]) {
-    const I low_nibble = _mm512_set1_epi8(15), nibbles = iload(group);
-    for (int half = 0; half < 2; ++half) {
-        const I places = iand(half == 0 ? nibbles : _mm512_srli_epi16(nibbles, 4), low_nibble);
-        const I high = _mm512_shuffle_epi8(table, places), low = iload(group + kRowBytes * (1 + half));
-        rows[2 * half] = _mm512_unpacklo_epi8(low, high);
-        rows[2 * half + 1] = _mm512_unpackhi_epi8(low, high);
-    }
-}
-
-inline I load_table(const CompressedHeader& header) {
-    return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)header.table));
-}
-
-// The group as BF16 in memory, with its exceptions in place; returns the first exception of a later group.
-inline const HighByteException* decode_exceptional(const uint8_t* groups, int group, I table, uint8_t* plain,
-                                                   const HighByteException* at, const HighByteException* end) {
-    I rows[kGroupRows];
-    decode_group(groups + group * kGroupBytes, table, rows);
-    for (int row = 0; row < kGroupRows; ++row) istore(plain + row * kRowBytes, rows[row]);
-    for (; at < end && at->group == group; ++at) plain[at->offset] = at->value;
-    return at;
-}
 
 constexpr size_t kGroupActivations = activations_of<DotBf16>(kGroupInputs);  // of one row
 
@@ -118,17 +87,8 @@ inline void expand_panel(const uint8_t* panel, int groups, uint8_t* plain) {
         __builtin_memcpy(plain, header.plain, groups * kPlainGroupBytes);
         return;
     }
-    const I table = load_table(header);
-    const uint8_t* w = panel + sizeof(CompressedHeader);
-    for (int group = 0; group < groups; ++group) {
-        I rows[kGroupRows];
-        decode_group(w + group * kGroupBytes, table, rows);
-        for (int row = 0; row < kGroupRows; ++row) istore(plain + group * kPlainGroupBytes + row * kRowBytes, rows[row]);
-    }
-    for (int i = 0; i < header.num_exceptions; ++i) {
-        const HighByteException& exception = header.exceptions[i];
-        plain[exception.group * kPlainGroupBytes + exception.offset] = exception.value;
-    }
+    decode_groups(panel + sizeof header, groups, load_table(header), plain);
+    put_exceptions(header.exceptions, header.exceptions + header.num_exceptions, 0, groups, plain);
 }
 #endif
 

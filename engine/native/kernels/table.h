@@ -21,16 +21,18 @@
 namespace {
 
 #ifdef TANDEM_TILES
-constexpr LinearKernels kBestBf16Linear = {&TileLinear::packed_bytes, &TileLinear::pack, &no_scratch, &TileLinear::multiply};
+constexpr LinearKernels kBestBf16Linear = kTileLinear<PlainTiles>;
 #elif defined(TANDEM_BF16_BY_HALF)
 constexpr LinearKernels kBestBf16Linear = kHalfLinear<HalfPlain>;
 #else
 constexpr LinearKernels kBestBf16Linear = kBf16Linear;
 #endif
-#if defined(TANDEM_BF16_BY_HALF)
+#if defined(TANDEM_TILES)
+constexpr LinearKernels kBestCompressedLinear = kTileLinear<CompressedTiles>;
+#elif defined(TANDEM_BF16_BY_HALF)
 constexpr LinearKernels kBestCompressedLinear = kHalfLinear<HalfCompressed>;
 constexpr LinearKernels kBf16BeyondHalf = kBf16Linear, kCompressedBeyondHalf = kCompressedLinear;
-#elif defined(__AVX512BF16__) && !defined(TANDEM_TILES)
+#elif defined(__AVX512BF16__)
 constexpr LinearKernels kBestCompressedLinear = kCompressedLinear;
 #else
 constexpr LinearKernels kBestCompressedLinear = {};  // BF16 is kept as it is

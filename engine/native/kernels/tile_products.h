@@ -18,22 +18,45 @@ struct TileRows {
     size_t row_stride, step, tile;
 };
 
-// out[16 RT, 16 PT] = a * w, on top of `out` with kContinue.
-template <int RT, int PT, bool kContinue>
-inline void multiply_tiles(const TileRows& a, const uint8_t* w, size_t panel_stride, int steps, float* out,
-                           size_t out_stride, bool stream) {
-    const size_t stride = out_stride * 4;
-    if constexpr (kContinue) {
+// The sums of RT tiles of rows and PT of weights start from `out` or from zero.
+template <int RT, int PT>
+inline void start_sums(const float* out, size_t out_stride, bool go_on) {
+    const size_t stride = out_stride * sizeof(float);
+    if (go_on) {
         tile_load<0>(out, stride);
         if constexpr (PT == 2) tile_load<1>(out + 16, stride);
         if constexpr (RT == 2) tile_load<2>(out + 16 * out_stride, stride);
         if constexpr (RT == 2 && PT == 2) tile_load<3>(out + 16 * out_stride + 16, stride);
     } else {
         tile_zero<0>();
-        tile_zero<1>();
-        tile_zero<2>();
-        tile_zero<3>();
+        if constexpr (PT == 2) tile_zero<1>();
+        if constexpr (RT == 2) tile_zero<2>();
+        if constexpr (RT == 2 && PT == 2) tile_zero<3>();
     }
+}
+
+template <int RT, int PT>
+inline void add_products() {
+    tile_dot<0, 4, 6>();
+    if constexpr (PT == 2) tile_dot<1, 4, 7>();
+    if constexpr (RT == 2) tile_dot<2, 5, 6>();
+    if constexpr (RT == 2 && PT == 2) tile_dot<3, 5, 7>();
+}
+
+template <int RT, int PT>
+inline void store_sums(float* out, size_t out_stride) {
+    const size_t stride = out_stride * sizeof(float);
+    tile_store<0>(out, stride);
+    if constexpr (PT == 2) tile_store<1>(out + 16, stride);
+    if constexpr (RT == 2) tile_store<2>(out + 16 * out_stride, stride);
+    if constexpr (RT == 2 && PT == 2) tile_store<3>(out + 16 * out_stride + 16, stride);
+}
+
+// out[16 RT, 16 PT] = a * w, on top of `out` with kContinue.
+template <int RT, int PT, bool kContinue>
+inline void multiply_tiles(const TileRows& a, const uint8_t* w, size_t panel_stride, int steps, float* out,
+                           size_t out_stride, bool stream) {
+    start_sums<RT, PT>(out, out_stride, kContinue);
     for (int s = 0; s < steps; ++s) {
         const uint8_t *rows = a.data + s * a.step, *panel = w + s * kTileBytes;
         if (stream)
@@ -53,10 +76,7 @@ inline void multiply_tiles(const TileRows& a, const uint8_t* w, size_t panel_str
             if constexpr (PT == 2) tile_dot<3, 5, 7>();
         }
     }
-    tile_store<0>(out, stride);
-    if constexpr (PT == 2) tile_store<1>(out + 16, stride);
-    if constexpr (RT == 2) tile_store<2>(out + 16 * out_stride, stride);
-    if constexpr (RT == 2 && PT == 2) tile_store<3>(out + 16 * out_stride + 16, stride);
+    store_sums<RT, PT>(out, out_stride);
 }
 
 template <bool kContinue>
