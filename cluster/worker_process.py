@@ -26,6 +26,7 @@ from cluster.kv_events import KvEventPublisher
 from cluster.logs import configure_logs
 from cluster.membership import Registration, worker_key
 from cluster.process_guard import StopSignals, die_with_parent, limit_threads
+from cluster.process_priority import give_way
 from cluster.redis_client import RedisClient
 from cluster.rpc import bind, build_server
 from cluster.rpc_security import RpcSecurity
@@ -101,6 +102,7 @@ async def run_worker(
 ) -> None:
     """Returns after a drain. Raises `StartupError` when the process cannot start, `WorkerFailed` when it breaks."""
     settings = parse_arguments(program, arguments)
+    give_way(settings.steps_of_nice)
     limit_threads(settings.num_threads)
     die_with_parent(settings.parent_pid)
     configure_logs(program, settings.worker_id)

@@ -19,6 +19,8 @@ DEFAULT_MOCK_PREFILL_MS = (8.0, 0.1, 1e-6)
 DEFAULT_MOCK_DECODE_MS = (12.0, 0.15, 1e-5)
 # About ten tokens a second: a stream that people read along with.
 DEFAULT_ITL_SLO_MS = 100.0
+# A third of a decode worker's weight where they meet on a core: prompts go on, and streams hardly notice.
+PREFILL_NICE = 5
 
 
 class EngineSettings(BaseModel):
@@ -92,6 +94,12 @@ class PoolSettings(BaseModel):
     tensor_parallel: int = Field(
         default=1, ge=1, le=64, description="processes that share one worker's model, each a part of its heads"
     )
+    nice: int | None = Field(
+        default=None,
+        ge=0,
+        le=19,
+        description="steps by which each process gives way to others on its machine; by default 5 for prefill, else 0",
+    )
     max_batch_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
     itl_slo_ms: float = Field(
         default=DEFAULT_ITL_SLO_MS,
@@ -133,6 +141,13 @@ class WorkerSettings(EngineSettings, PoolSettings, ProcessSettings):
         default="127.0.0.1", description="address of /metrics, which asks whoever reaches it for no key"
     )
     parent_pid: int = Field(default=0, description="exit when this process is gone; 0: never")
+
+    @property
+    def steps_of_nice(self) -> int:
+        """What `nice` means for this role: prompts give way to streams."""
+        if self.nice is not None:
+            return self.nice
+        return PREFILL_NICE if self.role == "prefill" else 0
 
 
 def parse_arguments(program: str, arguments: Sequence[str]) -> WorkerSettings:
