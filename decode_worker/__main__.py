@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import uvloop
+
 from cluster.process_guard import run_process
 from cluster.worker_process import WorkerContext, WorkerNode, run_worker
 
@@ -20,4 +22,4 @@ async def start(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_process("decode_worker", start)
+    run_process("decode_worker", start, loop_factory=uvloop.new_event_loop)
