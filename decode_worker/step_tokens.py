@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tandem.v1 import common_pb2, worker_pb2
 
@@ -18,8 +18,7 @@ FINISH_REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StepEntry:
+class StepEntry(NamedTuple):
     """One request's share of a step."""
 
     request_id: RequestId

@@ -23,6 +23,9 @@ class InboxItems:
     is_stopping: bool = False
 
 
+_NOTHING = InboxItems()  # never filled
+
+
 class Inbox:
     """Safe from any thread. Cancels and releases of unknown requests change nothing, so neither list can outgrow the
     requests that are alive."""
@@ -90,6 +93,8 @@ class Inbox:
 
     def take(self, timeout_s: float | None) -> InboxItems:
         """All items, at once when there are any or someone called `wake`; else waits that long (None: for ever)."""
+        if timeout_s == 0 and not self._has_news():  # between two steps nearly always: whoever comes now is next
+            return _NOTHING
         with self._changed:
             if timeout_s != 0:
                 self._changed.wait_for(self._has_news, timeout_s)

@@ -21,7 +21,7 @@ class KvProgress:
         self._chunks = [
             (chunk, listener)
             for chunk in chunks
-            if (listener := chunk.sequence.request.kv_listener) is not None and not chunk.sequence.has_output
+            if not chunk.sequence.has_output and (listener := chunk.sequence.request.kv_listener) is not None
         ]
         for sequence in admitted:
             if (listener := sequence.request.kv_listener) is not None:

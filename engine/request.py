@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -81,8 +81,7 @@ class EngineRequest:
     kv_listener: KvListener | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
+class SequenceOutput(NamedTuple):
     """What one step gave one sequence. Never empty: new tokens, an end, or both."""
 
     request_id: RequestId

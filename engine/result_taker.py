@@ -19,6 +19,8 @@ from engine.sequence import Sequence
 from engine.step_plan import ScheduledChunk
 from engine.stop_rules import StopDecision, apply_stop_rules
 
+_ONE_ROW: tuple[int, ...] = (0,)
+
 
 class Taken(NamedTuple):
     """What one sequence got out of a step: new tokens with the decision about them, or why it failed."""
@@ -44,19 +46,20 @@ class ResultTaker:
         `deaf`: those whose KV listener failed. Chunks in the middle of a prompt give nothing.
         """
         sample = 0
+        failed, prompt_logprobs = results.failed, results.prompt_logprobs
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             is_sampled, first_row = chunk.is_sampled, sample
             if is_sampled:
                 sample += 1 + chunk.num_drafts
-            if is_sampled and first_row in results.failed:
-                yield Taken(sequence, error=results.failed[first_row])
+            if is_sampled and first_row in failed:
+                yield Taken(sequence, error=failed[first_row])
                 continue
-            if sequence in deaf:
+            if deaf and sequence in deaf:
                 yield Taken(sequence, error="the listener of its KV failed")
                 continue
-            if index in results.prompt_logprobs:
-                sequence.prompt_logprobs.extend(results.prompt_logprobs[index])
+            if index in prompt_logprobs:
+                sequence.prompt_logprobs.extend(prompt_logprobs[index])
             if is_sampled:
                 yield self._take_tokens(chunk, results, first_row)
             else:
@@ -65,14 +68,17 @@ class ResultTaker:
     def _take_tokens(self, chunk: ScheduledChunk, results: StepResults, first_row: int) -> Taken:
         """Appends what the chunk's rows say as far as its drafts hold and no rule ends it."""
         sequence = chunk.sequence
-        accepted = Accepted((results.token_ids[first_row],), (0,))
+        accepted = Accepted((results.token_ids[first_row],), _ONE_ROW)
         if chunk.num_drafts:
             accepted = self._verify(sequence, results, first_row)
-        decision = decide_stop(sequence, accepted.token_ids, sequence.num_generated)
-        token_ids, rows = accepted.token_ids[: decision.num_kept], accepted.rows[: decision.num_kept]
-        is_run = rows == tuple(range(len(rows)))
-        if not is_run:
-            self._move_kv(sequence, rows)
+        token_ids, rows = accepted
+        decision = decide_stop(sequence, token_ids, sequence.num_generated)
+        is_run = True
+        if chunk.num_drafts:
+            token_ids, rows = token_ids[: decision.num_kept], rows[: decision.num_kept]
+            is_run = rows == tuple(range(len(rows)))
+            if not is_run:
+                self._move_kv(sequence, rows)
         if self._speculator is not None and results.taps is not None and decision.finish_reason is None:
             # A run's rows are a view, no copy.
             places = slice(first_row, first_row + len(rows)) if is_run else [first_row + row for row in rows]
