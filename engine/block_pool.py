@@ -38,9 +38,12 @@ class BlockPool:
         events: KvEvents | None = None,
         free_watermark_blocks: int = 0,
         on_block_freed: Callable[[int], None] | None = None,
+        on_first_use: Callable[[int], None] | None = None,
     ) -> None:
         """`free_watermark_blocks`: an eviction goes on until so many blocks are free beyond what was asked for, so that
-        evictions come in batches. `on_block_freed` is called under the lock for each block whose content is dead."""
+        evictions come in batches. `on_block_freed` is called under the lock for each block whose content is dead,
+        `on_first_use` outside of it when blocks are given out that never were before: so many have been by now, and
+        they are the pool's first ones."""
         if num_blocks < 1 or block_tokens < 1:
             raise ValueError(f"a pool of {num_blocks} blocks of {block_tokens} tokens cannot serve anything")
         self.num_blocks = num_blocks
@@ -49,13 +52,15 @@ class BlockPool:
         self._events = events
         self._free_watermark_blocks = free_watermark_blocks
         self._on_block_freed = on_block_freed
+        self._on_first_use = on_first_use
         self._freed_listeners: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._state = [BlockState.FREE] * num_blocks
         self._num_refs = [0] * num_blocks
         self._generation = [0] * num_blocks
         self._entry: list[CacheEntry | None] = [None] * num_blocks
-        self._free: deque[int] = deque(range(num_blocks))
+        self._free: deque[int] = deque(range(num_blocks))  # those that were used before, the last freed first
+        self._num_ever_used = 0  # the first ones of the pool
         self._cached: OrderedDict[int, CacheEntry] = OrderedDict()  # least recently used first
         # Of the cached ones, those that no lower tier is known to have, in the same order.
         self._unsaved: OrderedDict[int, CacheEntry] = OrderedDict()
@@ -72,7 +77,9 @@ class BlockPool:
         with self._lock:
             if num_blocks > len(self._free) + len(self._cached):
                 return None
-            return self._take(num_blocks)
+            num_ever_used, taken = self._num_ever_used, self._take(num_blocks)
+        self._tell_first_used(num_ever_used)
+        return taken
 
     def reserve(
         self, chain: PrefixChain, token_ids: TokenIds, num_blocks: int, *, spare_blocks: int = 0
@@ -88,7 +95,9 @@ class BlockPool:
             if num_fresh + spare_blocks > len(self._free) + len(self._cached) - num_idle:
                 chain.restart()
                 return None
-            return self._pin(chain, entries) + self._take(num_fresh)
+            num_ever_used, taken = self._num_ever_used, self._pin(chain, entries) + self._take(num_fresh)
+        self._tell_first_used(num_ever_used)
+        return taken
 
     def share(self, refs: Sequence[BlockRef]) -> None:
         """Takes one more reference to each: a posted send, or a second sequence with the same prefix."""
@@ -290,6 +299,7 @@ class BlockPool:
             self._state[block] = BlockState.OWNED
             self._num_refs[block] = 1
         self._num_owned += num_blocks
+        self._num_ever_used = max(self._num_ever_used, 1 + max(blocks, default=-1))
         return [BlockRef(BlockId(block), self._generation[block]) for block in blocks]
 
     def _pin(self, chain: PrefixChain, entries: Sequence[CacheEntry]) -> list[BlockRef]:
@@ -331,7 +341,7 @@ class BlockPool:
         self._state[block] = BlockState.FREE
         if self._on_block_freed is not None:
             self._on_block_freed(block)
-        self._free.append(block)
+        self._free.appendleft(block)  # its pages are there, and may still be in a cache
 
     def _evict_until_free(self, num_blocks: int) -> None:
         evicted: list[CacheEntry] = []
@@ -382,6 +392,10 @@ class BlockPool:
             self._events.stored(parent, hashes)
 
     # --- outside the lock -------------------------------------------------------------------------------------------
+
+    def _tell_first_used(self, num_before: int) -> None:
+        if self._on_first_use is not None and self._num_ever_used > num_before:
+            self._on_first_use(self._num_ever_used)
 
     def _tell_freed(self) -> None:
         for listener in self._freed_listeners:

@@ -133,6 +133,11 @@ class KvMemory:
         """Where the pool's first byte is in this process."""
         return self._address
 
+    @property
+    def content(self) -> npt.NDArray[np.uint8]:
+        """All bytes: who holds this keeps them mapped, also behind `close`."""
+        return self._array
+
     def run(self, block: int, first_layer: int, num_layers: int) -> memoryview:
         """The contiguous writable bytes of layers [first_layer, first_layer + num_layers) of one block.
 

@@ -18,6 +18,7 @@ from engine.engine import Engine
 from engine.grammar_compiler import GrammarCompiler
 from engine.kv_tiering import open_tiering
 from engine.model_executor import ModelExecutor
+from engine.pages_ahead import open_pages_ahead
 from engine.runner_factory import build_runner
 from engine.swap_space import SwapSpace
 from engine.worker_engine import OpenSpeculator, WorkerEngine, engine_limits, step_budget
@@ -47,7 +48,14 @@ def open_model_engine(
         fallbacks.took(fallback.component, wanted=fallback.wanted, used=fallback.used, reason=fallback.reason)
     memory = built.memory
     limits = engine_limits(settings, built.max_model_len)
-    pool = BlockPool(memory.num_blocks, memory.layout.block_tokens, built.config.fingerprint, events=context.kv_events)
+    pages_ahead = open_pages_ahead(memory)
+    pool = BlockPool(
+        memory.num_blocks,
+        memory.layout.block_tokens,
+        built.config.fingerprint,
+        events=context.kv_events,
+        on_first_use=None if pages_ahead is None else pages_ahead.blocks_used,
+    )
     speculator = open_speculator(settings, built) if open_speculator is not None else None
     executor = ModelExecutor(
         built.runner,
@@ -91,4 +99,5 @@ def open_model_engine(
         store=store,
         sharded=built.sharded,
         tiering=tiering,
+        pages_ahead=pages_ahead,
     )

@@ -28,6 +28,7 @@ from engine.engine import Engine
 from engine.kv_memory import KvMemory
 from engine.kv_tiering import KvTiering
 from engine.model_config import ModelConfig
+from engine.pages_ahead import PagesAhead
 from engine.request import EngineLimits, EngineLoad
 from engine.step_budget import StepBudget
 
@@ -56,6 +57,7 @@ class WorkerEngine:
     store: BlockStore | None = None  # the tiers below the pool
     sharded: ShardedRunner | None = None  # None: one process runs the whole model
     tiering: KvTiering | None = None  # the engine's; None as the store is
+    pages_ahead: PagesAhead | None = None  # the memory's; None: first touches are waited for
 
     @property
     def layout(self) -> KvLayout:
@@ -119,6 +121,8 @@ class WorkerEngine:
             self.store.close()
         if self.sharded is not None:
             self.sharded.close()
+        if self.pages_ahead is not None:
+            self.pages_ahead.close()
         self.memory.close()
 
 

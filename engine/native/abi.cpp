@@ -11,6 +11,7 @@
 #include "decoder.h"
 #include "draft_chain.h"
 #include "filtering.h"
+#include "pages_ahead.h"
 #include "tandem_native.h"
 
 struct TandemModel {
@@ -27,6 +28,10 @@ struct TandemMatrix {
     tandem::PackedMatrix packed;
 
     const tandem::LinearKernels& linear() const { return kernels.linear_of(packed); }
+};
+
+struct TandemPages {
+    tandem::PagesAhead ahead;
 };
 
 namespace {
@@ -164,6 +169,18 @@ int32_t tandem_matrix_row(const TandemMatrix* matrix, int32_t row, float* out) {
 }
 
 void tandem_matrix_destroy(TandemMatrix* matrix) { delete matrix; }
+
+TandemPages* tandem_pages_create(void* memory, int64_t num_bytes) {
+    TandemPages* pages = nullptr;
+    guarded([&] { pages = new TandemPages{{(uint8_t*)memory, (size_t)num_bytes}}; });
+    return pages;
+}
+
+void tandem_pages_reach(TandemPages* pages, int64_t num_bytes) { pages->ahead.reach((size_t)num_bytes); }
+
+int64_t tandem_pages_touched(const TandemPages* pages) { return (int64_t)pages->ahead.touched_bytes(); }
+
+void tandem_pages_destroy(TandemPages* pages) { delete pages; }
 
 int32_t tandem_gumbel_argmax(const char* isa, const float* scaled, int64_t stride, int32_t rows, int32_t vocab_size,
                              const int64_t* peak_ids, const uint64_t* seeds, const uint64_t* choice_indices,

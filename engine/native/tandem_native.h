@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 10
+#define TANDEM_ABI_VERSION 11
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -181,6 +181,15 @@ TANDEM_API int32_t tandem_matrix_multiply(const TandemMatrix* matrix, const floa
 /* One row [columns] as the matrix holds it. */
 TANDEM_API int32_t tandem_matrix_row(const TandemMatrix* matrix, int32_t row, float* out);
 TANDEM_API void tandem_matrix_destroy(TandemMatrix* matrix);
+
+/* A thread of the lowest priority that makes `num_bytes` at `memory` resident, from the first on, as far as `reach` says;
+ * contents stay. NULL on failure. `reach` never waits and may be called from any thread; `destroy` comes before the memory
+ * is unmapped. */
+typedef struct TandemPages TandemPages;
+TANDEM_API TandemPages* tandem_pages_create(void* memory, int64_t num_bytes);
+TANDEM_API void tandem_pages_reach(TandemPages* pages, int64_t num_bytes);
+TANDEM_API int64_t tandem_pages_touched(const TandemPages* pages);
+TANDEM_API void tandem_pages_destroy(TandemPages* pages);
 
 /* The tokens that `engine.sampler.gumbel_argmax` chooses, for rows of `scaled` [rows, stride] float32 whose largest value
  * is 0 at peak_ids[row]. seeds, choice_indices, positions [rows]: whose noise. `isa` empty: the best one. */

@@ -134,6 +134,26 @@ def test_a_shared_block_is_freed_by_its_last_holder() -> None:
     assert pool.census().free == 2
 
 
+def test_a_block_that_was_used_is_used_again_before_one_that_never_was() -> None:
+    pool = make_pool(8)
+    first = reserve(pool, 3)
+    pool.release(first[1:])
+    assert {ref.block for ref in reserve(pool, 3)} == {1, 2, 3}
+
+
+def test_first_uses_are_told_once_and_only_when_there_are_any() -> None:
+    told: list[int] = []
+    pool = BlockPool(8, BLOCK, "model", on_first_use=told.append)
+    pool.release(reserve(pool, 3))
+    reserve(pool, 3)
+    assert told == [3]
+    assert pool.reserve(pool.new_chain(SCOPE_KEY), prompt(9), 2) is not None
+    assert told == [3, 5]
+    assert pool.allocate(0) == []
+    assert pool.allocate(9) is None
+    assert told == [3, 5]
+
+
 def test_freed_blocks_are_announced_once_for_each_release_that_gives_any() -> None:
     pool = make_pool(4)
     calls: list[int] = []
