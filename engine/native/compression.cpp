@@ -17,16 +17,21 @@ constexpr int kGroupWeights = kGroupInputs * kPanelOutputs;
 // A group with an exception takes about four times the time of one without. With one exception in eight groups, a panel
 // is no faster than its plain form.
 constexpr int kLeastGroupsPerException = 8;
-constexpr int kNotInTable = -1;
+constexpr uint8_t kNotInTable = 0x80;  // a bit that no place has
 
 // The most frequent high bytes of a panel, and each byte's place among them.
 struct HighByteTable {
     uint8_t bytes[kTableEntries];
-    int places[256];
+    uint8_t places[256];
 
     HighByteTable(const uint8_t* plain, size_t num_bytes) {
-        size_t counts[256] = {};
-        for (size_t i = 1; i < num_bytes; i += 2) ++counts[plain[i]];
+        // Neighbours are often equal: counted in one place, each would wait for the one before.
+        uint32_t counts[256] = {}, others[3][256] = {};
+        for (size_t i = 1; i < num_bytes; i += 8) {
+            ++counts[plain[i]];
+            for (size_t j = 0; j < 3; ++j) ++others[j][plain[i + 2 * (j + 1)]];
+        }
+        for (int i = 0; i < 256; ++i) counts[i] += others[0][i] + others[1][i] + others[2][i];
         int order[256];
         std::iota(order, order + 256, 0);
         std::partial_sort(order, order + kTableEntries, order + 256, [&](int a, int b) {
@@ -35,7 +40,7 @@ struct HighByteTable {
         std::fill(places, places + 256, kNotInTable);
         for (int i = 0; i < kTableEntries; ++i) {
             bytes[i] = (uint8_t)order[i];
-            places[order[i]] = i;
+            places[order[i]] = (uint8_t)i;
         }
     }
 
@@ -46,6 +51,21 @@ struct HighByteTable {
             if (predicate(byte)) places[byte] = kNotInTable;
     }
 };
+
+// The weights' places in the table, in the order of their low bytes, which are copied; all places' bits.
+uint8_t split_group(const uint8_t* plain, const HighByteTable& table, uint8_t* places, uint8_t* low_bytes) {
+    uint8_t all = 0;
+    for (int part = 0; part < kGroupWeights / 8; ++part) {
+        // Eight weights of a row stay together (`low_byte_place`).
+        const int place = part * 8, row = place / 64 * 2 + place / 8 % 2, in_row = place % 64 / 16 * 16;
+        const uint8_t* from = plain + row * (int)kRowBytes + in_row;
+        for (int i = 0; i < 8; ++i) {
+            low_bytes[place + i] = from[2 * i];
+            all |= places[place + i] = table.places[from[2 * i + 1]];
+        }
+    }
+    return all;
+}
 
 }  // namespace
 
@@ -70,15 +90,9 @@ void PanelCompressor::compress(int panel, const uint8_t* plain) {
     const size_t before = exceptions_.size();
     to += sizeof(CompressedHeader);
     for (int group = 0; group < groups; ++group, to += kGroupBytes, plain += kPlainGroupBytes) {
-        std::memset(to, 0, kRowBytes);
-        for (int weight = 0; weight < kGroupWeights; ++weight) {
-            const int place = low_byte_place(2 * weight), entry = table.places[plain[2 * weight + 1]];
-            to[kRowBytes + (size_t)place] = plain[2 * weight];
-            if (entry == kNotInTable)
-                exceptions_.push_back({(uint16_t)group, (uint8_t)(2 * weight + 1), plain[2 * weight + 1]});
-            else
-                to[place % 64] |= (uint8_t)(entry << (place / 64 * 4));
-        }
+        uint8_t places[kGroupWeights];
+        if (split_group(plain, table, places, to + kRowBytes) & kNotInTable) take_exceptions(group, plain, places);
+        for (size_t i = 0; i < kRowBytes; ++i) to[i] = (uint8_t)(places[i] | places[kRowBytes + i] << 4);
     }
     header.num_exceptions = (int32_t)(exceptions_.size() - before);
     if (header.num_exceptions * kLeastGroupsPerException > groups) {
@@ -86,6 +100,16 @@ void PanelCompressor::compress(int panel, const uint8_t* plain) {
         keep_plain(header, plain - (size_t)groups * kPlainGroupBytes);
     } else if (header.num_exceptions > 0) {
         with_exceptions_.push_back(&header);
+    }
+}
+
+// Weights whose high byte is not in the table; their places become 0, where any would do.
+void PanelCompressor::take_exceptions(int group, const uint8_t* plain, uint8_t* places) {
+    for (int offset = 0; offset < (int)kPlainGroupBytes; offset += 2) {
+        uint8_t& place = places[low_byte_place(offset)];
+        if (place != kNotInTable) continue;
+        exceptions_.push_back({(uint16_t)group, (uint8_t)(offset + 1), plain[offset + 1]});
+        place = 0;
     }
 }
 

@@ -18,6 +18,7 @@ class PanelCompressor {
     void finish();
 
   private:
+    void take_exceptions(int group, const uint8_t* plain, uint8_t* places);
     void keep_plain(CompressedHeader& header, const uint8_t* plain);
 
     Arena& arena_;

@@ -45,27 +45,16 @@ uint16_t float_to_f16(float value) {
     return sign | (uint16_t)(((exponent + 15) << 10) + mantissa - 1024);
 }
 
+// Round to nearest even. In integers, so that the compiler makes it for many at once.
 uint16_t float_to_bf16(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
-    if (std::isnan(value)) return 0x7fc0;
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+    return is_nan ? (uint16_t)0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
 void pack_row_f32(uint8_t* panel, int lane, const float* row, int k) {
     for (int i = 0; i < k; ++i) std::memcpy(panel + i * kRowBytes + 4 * lane, row + i, 4);
-}
-
-void put_bf16(uint8_t* panel, int lane, int input, uint16_t value) {
-    std::memcpy(panel + input / 2 * kRowBytes + 4 * lane + 2 * (input % 2), &value, 2);
-}
-
-// k values of `data` from index `first` on: bfloat16 bits as they are, others rounded.
-void pack_row_bf16(uint8_t* panel, int lane, NumberFormat source, const void* data, size_t first, int k) {
-    if (source == NumberFormat::kBf16)
-        for (int i = 0; i < k; ++i) put_bf16(panel, lane, i, ((const uint16_t*)data)[first + (size_t)i]);
-    else
-        for (int i = 0; i < k; ++i) put_bf16(panel, lane, i, float_to_bf16(float_of(source, data, first + (size_t)i)));
 }
 
 // GGUF's block: [d float16][m float16 for Q4_1][16 bytes: inputs 0..15 in the low nibbles, 16..31 in the high ones].
@@ -157,7 +146,6 @@ void pack_floats(PackedMatrix& matrix, int output, const float* row) {
     uint8_t* panel = matrix.panel(output / kPanelOutputs);
     const int lane = output % kPanelOutputs;
     if (matrix.format == NumberFormat::kF32) return pack_row_f32(panel, lane, row, matrix.k);
-    if (matrix.format == NumberFormat::kBf16) return pack_row_bf16(panel, lane, NumberFormat::kF32, row, 0, matrix.k);
     std::vector<uint8_t> blocks((size_t)matrix.k / kBlockInputs * source_block_bytes(matrix.format));
     uint8_t* block = blocks.data();
     for (int i = 0; i < matrix.k; i += kBlockInputs, block += source_block_bytes(matrix.format)) {
@@ -195,22 +183,78 @@ const uint8_t* block_row(const PackedMatrix& matrix, NumberFormat source, const 
     return (const uint8_t*)data + (size_t)row * (size_t)(matrix.k / kBlockInputs) * source_block_bytes(source);
 }
 
+void floats_of_row(const PackedMatrix& matrix, NumberFormat source, const void* data, int row, float* out) {
+    if (is_block_format(source)) return dequantize_row(source, block_row(matrix, source, data, row), matrix.k, out);
+    for (int i = 0; i < matrix.k; ++i) out[i] = float_of(source, data, (size_t)row * (size_t)matrix.k + (size_t)i);
+}
+
+// Up to 16 rows side by side as bfloat16, which then become the columns of a panel: written one by one, each would go
+// through all of the panel.
+class Bf16Rows {
+  public:
+    explicit Bf16Rows(const PackedMatrix& matrix)
+        : matrix_(matrix),
+          stride_((size_t)matrix.k_padded + kRowBytes / 2),  // no power of two, whose rows would share a cache's sets
+          rows_(stride_ * kPanelOutputs),
+          floats_((size_t)matrix.k) {}
+
+    // Rows [first, first + count) of `data` into lanes of the panel from `lane` on.
+    void pack(NumberFormat source, const void* data, int first, int count, uint8_t* panel, int lane) {
+        for (int i = 0; i < count; ++i) read(source, data, first + i, rows_.data() + (size_t)i * stride_);
+        const size_t pairs = (size_t)(matrix_.k + 1) / 2;
+        for (size_t pair = 0; pair < pairs; ++pair)
+            for (int i = 0; i < count; ++i)
+                std::memcpy(panel + pair * kRowBytes + 4 * (lane + i), rows_.data() + (size_t)i * stride_ + 2 * pair, 4);
+    }
+
+  private:
+    void read(NumberFormat source, const void* data, int row, uint16_t* out) {
+        const size_t k = (size_t)matrix_.k;
+        if (source == NumberFormat::kBf16) {
+            std::memcpy(out, (const uint16_t*)data + (size_t)row * k, 2 * k);
+            return;
+        }
+        floats_of_row(matrix_, source, data, row, floats_.data());
+        for (size_t i = 0; i < k; ++i) out[i] = float_to_bf16(floats_[i]);
+    }
+
+    const PackedMatrix& matrix_;
+    const size_t stride_;
+    std::vector<uint16_t> rows_;  // zeros behind each row's end
+    std::vector<float> floats_;
+};
+
+void pack_bf16(PackedMatrix& matrix, int first_row, int panel_step, int rows, NumberFormat source, const void* data) {
+    Bf16Rows lanes(matrix);
+    for (int i = 0; i < rows; i = next_panel(first_row, i)) {
+        const int output = output_of(first_row, panel_step, i), count = std::min(next_panel(first_row, i), rows) - i;
+        lanes.pack(source, data, i, count, matrix.panel(output / kPanelOutputs), output % kPanelOutputs);
+    }
+}
+
+void pack_rows(PackedMatrix& matrix, int first_row, int panel_step, int rows, NumberFormat source, const void* data) {
+    std::vector<float> floats(source == matrix.format && is_block_format(source) ? 0 : (size_t)matrix.k);
+    for (int i = 0; i < rows; ++i) {
+        const int output = output_of(first_row, panel_step, i);
+        if (floats.empty()) {
+            pack_blocks(matrix, output, block_row(matrix, source, data, i), source);
+            continue;
+        }
+        floats_of_row(matrix, source, data, i, floats.data());
+        pack_floats(matrix, output, floats.data());
+    }
+}
+
 // Whole panels: each is laid out as BF16, then compressed.
 void pack_compressed(Arena& arena, PackedMatrix& matrix, int first_row, int panel_step, int rows, NumberFormat source,
                      const void* data) {
     PanelCompressor compressor(arena, matrix);
+    Bf16Rows lanes(matrix);
     std::vector<uint8_t> plain(panel_bytes(NumberFormat::kBf16, matrix.k_padded));
-    std::vector<float> floats((size_t)matrix.k);
     for (int first = 0; first < rows; first += kPanelOutputs) {
-        std::fill(plain.begin(), plain.end(), (uint8_t)0);
-        for (int lane = 0; lane < std::min(kPanelOutputs, rows - first); ++lane) {
-            if (is_block_format(source)) {
-                dequantize_row(source, block_row(matrix, source, data, first + lane), matrix.k, floats.data());
-                pack_row_bf16(plain.data(), lane, NumberFormat::kF32, floats.data(), 0, matrix.k);
-            } else {
-                pack_row_bf16(plain.data(), lane, source, data, (size_t)(first + lane) * (size_t)matrix.k, matrix.k);
-            }
-        }
+        const int count = std::min(kPanelOutputs, rows - first);
+        if (count < kPanelOutputs) std::fill(plain.begin(), plain.end(), (uint8_t)0);
+        lanes.pack(source, data, first, count, plain.data(), 0);
         compressor.compress(output_of(first_row, panel_step, first) / kPanelOutputs, plain.data());
     }
     compressor.finish();
@@ -249,19 +293,10 @@ void pack_matrix(Arena& arena, PackedMatrix& matrix, int first_row, int panel_st
     check(matrix, first_row, rows > 0 ? output_of(first_row, panel_step, rows - 1) : 0, source);
     if (matrix.format == NumberFormat::kBf16Compressed)
         return pack_compressed(arena, matrix, first_row, panel_step, rows, source, data);
-    std::vector<float> floats(source == matrix.format && is_block_format(source) ? 0 : (size_t)matrix.k);
-    for (int i = 0; i < rows; ++i) {
-        const int output = output_of(first_row, panel_step, i);
-        if (floats.empty()) {
-            pack_blocks(matrix, output, block_row(matrix, source, data, i), source);
-            continue;
-        }
-        if (is_block_format(source))
-            dequantize_row(source, block_row(matrix, source, data, i), matrix.k, floats.data());
-        else
-            for (int j = 0; j < matrix.k; ++j) floats[(size_t)j] = float_of(source, data, (size_t)i * matrix.k + j);
-        pack_floats(matrix, output, floats.data());
-    }
+    if (matrix.format == NumberFormat::kBf16)
+        pack_bf16(matrix, first_row, panel_step, rows, source, data);
+    else
+        pack_rows(matrix, first_row, panel_step, rows, source, data);
     if (!matrix.half || rows == 0) return;
     for (int i = 0; i < rows; i = next_panel(first_row, i)) {
         const int panel = output_of(first_row, panel_step, i) / kPanelOutputs;
