@@ -31,6 +31,7 @@ from engine.model_config import ModelConfig
 from engine.pages_ahead import PagesAhead
 from engine.request import EngineLimits, EngineLoad
 from engine.step_budget import StepBudget
+from engine.torch_import import import_torch_for_eager_use
 
 if TYPE_CHECKING:  # a mock worker runs without torch
     from engine.grammar_compiler import GrammarCompiler
@@ -141,6 +142,8 @@ def open_engine(
         from engine.mock_worker import open_mock_engine
 
         return open_mock_engine(context, open_store)
+    if context.settings.backend != "triton":
+        import_torch_for_eager_use()
     from engine.model_worker import open_model_engine
 
     return open_model_engine(context, fallbacks, open_store, open_speculator)
