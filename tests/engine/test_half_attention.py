@@ -3,105 +3,23 @@ a float16 does not hold is lost silently."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-import numpy.typing as npt
 import pytest
-import torch
 
 from engine.draft import ROOT, Draft
-from engine.native_runner import NativeRunner
-from tests.engine.native_model import SMALL_LLAMA, Batch, RandomWeights, built_isas, poisoned_memory
-
-Floats = npt.NDArray[np.float32]
+from tests.engine.attention_case import CHUNKS, NUM_ROWS, PREFIX, Case, assert_near, root_mean_square
+from tests.engine.native_model import built_isas
 
 HALF = [isa for isa in built_isas() if isa == "avx512_fp16"]
 pytestmark = pytest.mark.parametrize("isa", HALF)
 
-NUM_ROWS = 50
-PREFIX = 250  # keys before these rows: a whole tile of 128, and a part of one that ends within a chain
-# Tiles, few rows, and both; for groups of up to 8 query heads a chunk of one token is of few rows.
-CHUNKS = ([50], [1] * 50, [20, 8, 7, 3, 1, 1, 1, 1, 8])
-KV_HEADS = 2
 NEAR = 1.6e-3  # root of mean squares, relative: 1.3e-3 is the largest that was seen
-
-
-class Case:
-    """One layer that attends to given keys and values of `PREFIX` tokens, and to zeros of its own rows."""
-
-    def __init__(self, head_dim: int, group: int = 3, window: int = 0, seed: int = 0) -> None:
-        heads = KV_HEADS * group
-        self.config = replace(
-            SMALL_LLAMA,
-            num_layers=1,
-            num_heads=heads,
-            num_kv_heads=KV_HEADS,
-            head_dim=head_dim,
-            hidden_size=heads * head_dim,
-            sliding_window=window,
-        )
-        self.weights = RandomWeights(self.config, seed)
-        layer = "model.layers.0."
-        for name in ("self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
-            self.weights.tensors[f"{layer}{name}.weight"][:] = 0
-        for name in ("self_attn.q_proj", "self_attn.o_proj"):
-            self.weights.tensors[f"{layer}{name}.weight"] = torch.eye(heads * head_dim)
-        self.weights.tensors["model.embed_tokens.weight"] *= 2.0**-6  # taken off what comes out: it shall not hide much
-        random = np.random.default_rng(seed)
-        self.tokens = [int(token) for token in random.integers(0, self.config.vocab_size, PREFIX + NUM_ROWS)]
-        self.keys = random.standard_normal((PREFIX, KV_HEADS, head_dim)).astype(np.float32)
-        self.values = random.standard_normal((PREFIX, KV_HEADS, head_dim)).astype(np.float32)
-
-    def attended(
-        self,
-        isa: str,
-        chunks: list[int],
-        kv_dtype: str = "bfloat16",
-        block_tokens: int = 16,
-        tree: Draft | None = None,
-    ) -> Floats:
-        """[rows, query heads * head_dim], computed in these chunks; the first one may be a tree."""
-        num_blocks = 2 * -(-len(self.tokens) // block_tokens)
-        memory = poisoned_memory(self.config, dtype=kv_dtype, block_tokens=block_tokens, num_blocks=num_blocks)
-        runner = NativeRunner(self.config, self.weights, memory, dtype="float32", isa=isa)
-        batch = Batch(num_blocks, block_tokens)
-        sequence = batch.add(self.tokens)
-        for token in range(PREFIX):
-            place = memory.tensor[sequence.blocks[token // block_tokens], 0, :, :, token % block_tokens]
-            place[:] = torch.from_numpy(np.stack([self.keys[token], self.values[token]])).bfloat16().to(place.dtype)
-        sequence.computed = PREFIX
-        rows = []
-        for count in chunks:
-            step = replace(batch.step([(sequence, count)]), tap_layers=(0,))
-            if tree is not None:
-                step = replace(step, tree_masks=np.array(tree.tree_masks(), np.int32))
-                step.positions[1:] = step.positions[0] + np.array(tree.depths(), np.int32)
-            taps = runner.forward(step, None).taps
-            assert taps is not None
-            rows.append(taps[:, 0].numpy().copy())
-        runner.close()
-        embedded = self.weights.tensors["model.embed_tokens.weight"][self.tokens[PREFIX:][: sum(chunks)]].numpy()
-        found: Floats = np.concatenate(rows) - embedded
-        return found
-
-    def in_float32(self) -> Floats:
-        """The same of keys and values that are kept as float32."""
-        return self.attended(HALF[0], [NUM_ROWS], kv_dtype="float32")
-
-
-def root_mean_square(values: Floats) -> float:
-    return float(np.sqrt((values.astype(np.float64) ** 2).mean()))
-
-
-def assert_near(found: Floats, expected: Floats, bound: float) -> None:
-    assert root_mean_square(found - expected) < bound * root_mean_square(expected)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 160, 256])
 def test_results_are_nearer_than_with_queries_and_weights_rounded_to_bfloat16(isa: str, head_dim: int) -> None:
     case = Case(head_dim)
-    found, expected = case.attended(isa, [NUM_ROWS]), case.in_float32()
+    found, expected = case.attended(isa, [NUM_ROWS]), case.in_float32(isa)
     rounded = case.attended("avx512_bf16", [NUM_ROWS])
     assert not np.array_equal(found, case.attended("avx512_bf16_fma", [NUM_ROWS]))
     assert_near(found, expected, NEAR)
@@ -158,7 +76,7 @@ def test_rows_of_a_tree_see_their_branches(isa: str, group: int, parents: tuple[
 def test_values_of_any_size(isa: str, chunks: list[int], scale: float) -> None:
     case = Case(64)
     case.values *= np.float32(scale)
-    assert_near(case.attended(isa, chunks), case.in_float32(), NEAR)
+    assert_near(case.attended(isa, chunks), case.in_float32(isa), NEAR)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS[:2])
@@ -166,14 +84,14 @@ def test_values_of_any_size(isa: str, chunks: list[int], scale: float) -> None:
 def test_of_tiny_values_no_more_is_lost_than_is_said(isa: str, chunks: list[int], scale: float) -> None:
     case = Case(64)
     case.values *= np.float32(scale)
-    assert np.abs(case.attended(isa, chunks) - case.in_float32()).max() < 2.0**-17
+    assert np.abs(case.attended(isa, chunks) - case.in_float32(isa)).max() < 2.0**-17
 
 
 @pytest.mark.parametrize("chunks", CHUNKS[:2])
 def test_single_large_values_leave_the_others_as_they_were(isa: str, chunks: list[int]) -> None:
     case = Case(64)
     case.values[[17, 140], 1, 9] = 3e4, -5e8
-    found, expected = case.attended(isa, chunks), case.in_float32()
+    found, expected = case.attended(isa, chunks), case.in_float32(isa)
     for dim in range(expected.shape[1]):
         assert_near(found[:, dim], expected[:, dim], 2 * NEAR)
 
@@ -184,7 +102,7 @@ def test_the_largest_sums_do_not_overflow(isa: str, chunks: list[int]) -> None:
     case = Case(64)
     case.keys[:] = 0
     case.values[:] = 127.5
-    assert_near(case.attended(isa, chunks), case.in_float32(), 2.0**-8)
+    assert_near(case.attended(isa, chunks), case.in_float32(isa), 2.0**-8)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS[:2])

@@ -18,7 +18,7 @@
 #include "kernels/elementwise.h"
 #include "kernels/few_rows_path.h"
 #ifdef TANDEM_TILES
-#include "kernels/tile_attention.h"
+#include "kernels/few_rows_tiles.h"
 #endif
 #if defined(__AVX512BF16__) && !defined(TANDEM_TILES) && !defined(TANDEM_BF16_BY_HALF)
 #include "kernels/few_rows_attention.h"
@@ -144,6 +144,7 @@ inline void finish_rows(const AttentionTask& task, const Scratch<Products>& s, i
     float* first = task.out + (size_t)head * task.group * head_dim;
     for (int row = 0; row < rows; ++row) {
         float* out = first + row / task.group * task.out_stride + row % task.group * head_dim;
+        Traits<Products>::restore_dims(s.out + (size_t)row * head_dim, head_dim);
         const F inverse = vset1(1.0f / Traits<Products>::kValueScale / vsum(vload(s.sum + (size_t)row * kWidth)));
         for (int i = 0; i < head_dim; i += kWidth)
             vstore(out + i, vmul(vload(s.out + (size_t)row * head_dim + i), inverse));
@@ -165,6 +166,18 @@ inline void attend_tile(const AttentionTask& task, const Scratch<Products>& s, i
 }
 
 template <class Products>
+inline void attend_arranged(const AttentionTask& task, const AttentionTask* next, const Scratch<Products>& s, int rows) {
+    const int end_key = task.first_position + task.num_queries;
+    for (int key = first_tile(task); key < end_key; key += kTileKeys) {
+        const int num_keys = keys_of_tile(key, end_key);
+        arrange_tile(task, s, key, end_key, num_keys);
+        for (int head = 0; head < task.num_kv_heads; ++head)
+            attend_tile(task, s.head(head, rows, task.kv.head_dim), key, num_keys, rows);
+    }
+    if (next) prefetch_start(*next);
+}
+
+template <class Products>
 inline void attend(const AttentionTask& task, const AttentionTask* next, void* scratch) {
     const int head_dim = task.kv.head_dim, rows = task.num_queries * task.group;
     [[maybe_unused]] const typename Products::Session session{};
@@ -172,22 +185,10 @@ inline void attend(const AttentionTask& task, const AttentionTask* next, void* s
     Scratch<Products>::carve((uint8_t*)scratch, rows, task.num_kv_heads, head_dim, &s);
     for (int head = 0; head < task.num_kv_heads; ++head)
         start_rows(task, s.head(head, rows, head_dim), head, rows);
-    const int end_key = task.first_position + task.num_queries;
-    const bool is_few = FewRowsPath<Products>::kTakes && rows <= kFewRows;
-    for (int key = first_tile(task); key < end_key; key += kTileKeys) {
-        const int count = end_key - key < kTileKeys ? end_key - key : kTileKeys;
-        const int num_keys = (count + 31) / 32 * 32;
-        if (is_few) {
-            FewRowsPath<Products>::attend_tile(task, s, key, end_key, num_keys, rows);
-            continue;
-        }
-        arrange_tile(task, s, key, end_key, num_keys);
-        for (int head = 0; head < task.num_kv_heads; ++head)
-            attend_tile(task, s.head(head, rows, head_dim), key, num_keys, rows);
-    }
-    if (is_few) FewRowsPath<Products>::finish(s, (size_t)task.num_kv_heads * rows * head_dim);
-    if (next)
-        for (int panel = 0; panel < kPrefetchPanels; ++panel) prefetch_panel(*next, panel);
+    if (FewRowsPath<Products>::takes(rows))
+        FewRowsPath<Products>::attend_tiles(task, next, s, rows);
+    else
+        attend_arranged(task, next, s, rows);
     for (int head = 0; head < task.num_kv_heads; ++head)
         finish_rows(task, s.head(head, rows, head_dim), head, rows);
 }

@@ -34,6 +34,7 @@ struct Traits {
         else
             vstore((float*)p + key, weights);
     }
+    static void restore_dims(float*, int) {}  // of a row of O whose dims are in another order until the end
 };
 
 // Parts of the scratch memory of one task; all but the last four hold one part for each KV head.
@@ -101,10 +102,14 @@ inline int first_tile(const AttentionTask& task) {
     return sees_all ? 0 : (position - task.window + 1) / kTileKeys * kTileKeys;
 }
 
+// Keys of the tile at `key`, rounded up to what products take together.
+inline int keys_of_tile(int key, int end_key) { return end_key - key < kTileKeys ? (end_key - key + 31) / 32 * 32 : kTileKeys; }
+
 // Where the keys of one panel are, first KV head of the task; null after the last valid key.
 struct PanelRows {
     const uint8_t* key[kPanelOutputs];
 
+    PanelRows() = default;
     PanelRows(const AttentionTask& task, size_t element, int first_key, int count) {
         const size_t row_bytes = task.kv.head_dim * element;
         const uint8_t* base = task.kv.base + task.first_kv_head * task.kv.head_stride * element;
@@ -163,14 +168,17 @@ inline void widen_rows(const uint8_t** rows, int head_dim, float* to) {
     }
 }
 
-// Fetches the panel that is `index` panels into the task.
-inline void prefetch_panel(const AttentionTask& task, int index) {
+// Fetches the first panels of a task.
+inline void prefetch_start(const AttentionTask& task) {
     const size_t element = task.kv.type == KvType::kBf16 ? 2 : 4;
-    const int end_key = task.first_position + task.num_queries, key = first_tile(task) + index * kPanelOutputs;
-    const PanelRows panel(task, element, key, end_key - key);
-    for (int head = 0; head < task.num_kv_heads; ++head) {
-        panel.prefetch(head * task.kv.head_stride * element, task.kv.head_dim * element);
-        panel.prefetch((task.kv.value_offset + head * task.kv.head_stride) * element, task.kv.head_dim * element);
+    const int end_key = task.first_position + task.num_queries;
+    for (int index = 0; index < kPrefetchPanels; ++index) {
+        const int key = first_tile(task) + index * kPanelOutputs;
+        const PanelRows panel(task, element, key, end_key - key);
+        for (int head = 0; head < task.num_kv_heads; ++head) {
+            panel.prefetch(head * task.kv.head_stride * element, task.kv.head_dim * element);
+            panel.prefetch((task.kv.value_offset + head * task.kv.head_stride) * element, task.kv.head_dim * element);
+        }
     }
 }
 

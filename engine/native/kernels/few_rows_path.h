@@ -7,9 +7,8 @@ namespace {
 // Tasks of up to kFewRows rows: they take arranged tiles too, unless the instruction set has a way.
 template <class Products>
 struct FewRowsPath {
-    static constexpr bool kTakes = false;
-    static void attend_tile(const AttentionTask&, const Scratch<Products>&, int, int, int, int) {}
-    static void finish(const Scratch<Products>&, size_t) {}
+    static bool takes(int) { return false; }
+    static void attend_tiles(const AttentionTask&, const AttentionTask*, const Scratch<Products>&, int) {}
 };
 
 // Kernels::score   scores[rows][kTileKeys] of 16 keys
@@ -18,12 +17,20 @@ struct FewRowsPath {
 template <class Products, class Kernels>
 struct FewRowsOf {
     using TaskScratch = Scratch<Products>;
-    static constexpr bool kTakes = true;
+    static bool takes(int rows) { return rows <= kFewRows; }
 
+    static void attend_tiles(const AttentionTask& task, const AttentionTask* next, const TaskScratch& s, int rows) {
+        const int end_key = task.first_position + task.num_queries;
+        for (int key = first_tile(task); key < end_key; key += kTileKeys) attend_tile(task, s, key, end_key, rows);
+        if (next) prefetch_start(*next);
+        Kernels::finish(s.out, (size_t)task.num_kv_heads * rows * task.kv.head_dim);
+    }
+
+  private:
     // All rows of all KV heads against one tile. The scratch of arranged keys holds the scores instead.
-    static void attend_tile(const AttentionTask& task, const TaskScratch& s, int key, int end_key, int num_keys, int rows) {
+    static void attend_tile(const AttentionTask& task, const TaskScratch& s, int key, int end_key, int rows) {
         if (task.window && key + kTileKeys <= least_position(task, 0) - task.window + 1) return;
-        const int head_dim = task.kv.head_dim;
+        const int head_dim = task.kv.head_dim, num_keys = keys_of_tile(key, end_key);
         float* scores = (float*)s.keys;
         const uint8_t *keys[kTileKeys], *values[kTileKeys];
         score_tile(task, s, rows, key, end_key, num_keys, keys, scores);
@@ -36,9 +43,6 @@ struct FewRowsOf {
             Kernels::weigh(s.p, rows, values, head_dim, num_keys, of_head.out);
         }
     }
-    static void finish(const TaskScratch& s, size_t size) { Kernels::finish(s.out, size); }
-
-  private:
     // scores[kv head][rows][kTileKeys] of the tile's keys; where these are, first KV head of the task, goes to `keys`, null
     // after the last valid one. Keys and values of later panels are fetched on the way.
     static void score_tile(const AttentionTask& task, const TaskScratch& s, int rows, int first_key, int end_key, int num_keys,

@@ -114,6 +114,7 @@ struct Traits<FloatProducts<kBf16>> {
     static constexpr bool kBf16Values = kBf16;
     static constexpr float kValueScale = 1.0f;
     static void store_weights(float* p, int key, F weights) { vstore(p + key, weights); }
+    static void restore_dims(float*, int) {}
 };
 
 template <bool kBf16>

@@ -29,6 +29,7 @@ struct Traits<HalfProducts> {
     static constexpr bool kBf16Values = true;
     static constexpr float kValueScale = ::kValueScale;
     static void store_weights(uint32_t* p, int key, F weights) { store_weight_pairs(p + key, weights); }
+    static void restore_dims(float*, int) {}
 };
 
 template <>

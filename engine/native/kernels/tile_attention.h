@@ -6,6 +6,17 @@
 
 namespace {
 
+constexpr int kFewTileRows = kTileRows;  // of tasks that need no arranged keys
+
+// Brings 16 rows of queries into the order of weights: [pair of dims][row].
+inline void turn_queries(int head_dim, uint32_t* q) {
+    alignas(64) uint32_t turned[kMaxHeadDim / 2][kTileRows];
+    const uint8_t* rows[kTileRows];
+    for (int row = 0; row < kTileRows; ++row) rows[row] = (const uint8_t*)(q + (size_t)row * head_dim / 2);
+    for (int pair = 0; pair < head_dim / 2; pair += 16) transpose_16x16(rows, pair, turned[pair]);
+    __builtin_memcpy(q, turned, (size_t)head_dim / 2 * kRowBytes);
+}
+
 // The products of attention (see RegisterProducts). Queries and weights are rows of bfloat16.
 struct TileProducts {
     using Activation = uint32_t;
@@ -20,6 +31,7 @@ struct TileProducts {
         for (int row = 0; row < state_rows(rows); ++row)
             round_row(x + (size_t)row * head_dim, row < rows ? head_dim : 0, head_dim,
                       (uint16_t*)q + (size_t)row * head_dim);
+        if (rows <= kFewTileRows) turn_queries(head_dim, q);
     }
     static void scores(const Activation* q, int rows, const uint8_t* keys, int head_dim, int num_keys, float* out) {
         const size_t row_bytes = (size_t)head_dim * 2, panel_stride = (size_t)head_dim / 2 * kRowBytes;
@@ -34,6 +46,51 @@ struct TileProducts {
         for (int dim = 0; dim < head_dim; dim += 32)
             multiply_tiles<true>(a, whole_tiles(rows), values + dim / 16 * panel_stride, panel_stride, 2, num_keys / 32,
                                  out + dim, head_dim, false);
+    }
+};
+
+// Values of two keys, pair by pair, as rows of tiles of 16 dims, `tile` bytes apart. Of 32 dims, four go to one tile and
+// four to the next in turns.
+template <int kDimTiles>
+inline void interleave_pair(const uint8_t* even, const uint8_t* odd, uint8_t* out, size_t tile) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kDimTiles; i += 2) {
+        const I first = iload(even + i * 32), second = iload(odd + i * 32);
+        istore(out + i * tile, _mm512_unpacklo_epi16(first, second));
+        istore(out + (i + 1) * tile, _mm512_unpackhi_epi16(first, second));
+    }
+}
+
+template <>
+struct Traits<TileProducts> {
+    static constexpr bool kScalesQueries = false;
+    static constexpr bool kBf16Values = true;
+    static constexpr float kValueScale = 1.0f;
+    static void store_weights(uint32_t* p, int key, F weights) { vstore_bf16((uint16_t*)p + key, weights); }
+    // From the order of interleaved values.
+    static void restore_dims(float* out, int head_dim) {
+        const I first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), second = iadd(first, iset1(8));
+        for (int dim = 0; dim < head_dim; dim += 32) {
+            const F low = vload(out + dim), high = vload(out + dim + 16);
+            vstore(out + dim, _mm512_permutex2var_ps(low, first, high));
+            vstore(out + dim + 16, _mm512_permutex2var_ps(low, second, high));
+        }
+    }
+};
+
+template <>
+struct Arrangement<TileProducts> {
+    static constexpr bool kWidens = false;
+
+    static void keys(const uint8_t* const* rows, int head_dim, int key, uint8_t* tile) {
+        arrange_keys(rows, head_dim / 2, tile + (size_t)key / kPanelOutputs * (head_dim / 2) * kRowBytes);
+    }
+    static void values(const uint8_t* const* rows, int head_dim, int key, uint8_t* tile) {
+        constexpr size_t kPanelBytes = kTileKeys / 2 * kRowBytes;
+        for (int i = 0; i < kPanelOutputs; i += 2)
+            for (int dim = 0; dim < head_dim; dim += 32)
+                interleave_pair<2>(rows[i] + dim * 2, rows[i + 1] + dim * 2, tile + dim / 16 * kPanelBytes + (key + i) / 2 * kRowBytes,
+                                   kPanelBytes);
     }
 };
 

@@ -1,0 +1,72 @@
+"""Attention of bfloat16 KV on AMX tiles: the same bits of few rows, of many and of emulated tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from engine.draft import ROOT, Draft
+from tests.engine.attention_case import CHUNKS, PREFIX, Case, assert_near
+from tests.engine.native_model import built_isas
+
+TILES = [isa for isa in built_isas() if isa.startswith("amx")]
+pytestmark = pytest.mark.parametrize("isa", TILES)
+
+NEAR = 5e-3  # root of mean squares, relative: 3.2e-3 is the largest that was seen
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "window", "block_tokens"),
+    [
+        (32, 3, 0, 16),
+        (64, 3, 0, 16),
+        (64, 3, 100, 8),
+        (64, 1, 0, 128),
+        (96, 8, 0, 24),
+        (128, 4, 40, 16),
+        (160, 2, 0, 64),
+        (256, 2, 0, 16),
+    ],
+)
+def test_every_kernel_gives_a_row_the_same_bits(
+    isa: str, head_dim: int, group: int, window: int, block_tokens: int
+) -> None:
+    case = Case(head_dim, group, window)
+    whole = case.attended(TILES[-1], CHUNKS[0], block_tokens=block_tokens)
+    assert np.isfinite(whole).all()
+    for chunks in CHUNKS:
+        np.testing.assert_array_equal(case.attended(isa, chunks, block_tokens=block_tokens), whole)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 160, 256])
+def test_results_are_near_to_those_of_floats(isa: str, chunks: list[int], head_dim: int) -> None:
+    case = Case(head_dim)
+    assert_near(case.attended(isa, chunks), case.in_float32(isa), NEAR)
+
+
+@pytest.mark.parametrize(
+    ("group", "parents"), [(2, (ROOT, ROOT, 0)), (3, (ROOT, ROOT, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6))]
+)
+@pytest.mark.parametrize("window", [0, 100])
+def test_rows_of_a_tree_see_their_branches(isa: str, group: int, parents: tuple[int, ...], window: int) -> None:
+    """Of few rows and of many; and a tree that is a chain gives the bits of a chunk."""
+    case = Case(64, group, window)
+    case.keys[:] = 0  # so that each key that is hidden by mistake, or is not, shows
+    rows = [1 + len(parents)]
+    tree, chain = Draft(tuple(range(len(parents))), parents), Draft.chain(tuple(range(len(parents))))
+    found = case.attended(isa, rows, tree=tree)
+    assert_near(found, case.attended(isa, rows, kv_dtype="float32", tree=tree), NEAR)
+    in_chunk = case.attended(isa, rows)
+    assert not np.array_equal(found, in_chunk)
+    np.testing.assert_array_equal(case.attended(isa, rows, tree=chain), in_chunk)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[:2])
+@pytest.mark.parametrize("odd", [np.inf, np.nan])
+def test_keys_that_a_row_does_not_see_change_none_of_its_bits(isa: str, chunks: list[int], odd: float) -> None:
+    """Whatever they hold."""
+    case = Case(64, window=100)
+    before = case.attended(isa, chunks)
+    case.keys[: PREFIX - 100] = odd
+    np.testing.assert_array_equal(case.attended(isa, chunks), before)
