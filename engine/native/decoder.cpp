@@ -108,7 +108,7 @@ void Decoder::reserve(int rows) {
     for (auto& part : work_.expanded) part.resize(expanded);
     const int group = spec_.num_heads / spec_.num_kv_heads;
     const size_t scratch =
-        std::max(kernels_.attention_scratch_bytes(std::max(group, kMaxAttentionRows), 1, spec_.head_dim),
+        std::max(kernels_.attention_scratch_bytes(std::max(group, kernels_.most_attention_rows), 1, spec_.head_dim),
                  kernels_.attention_scratch_bytes(group * kMaxSharedQueries, spec_.num_kv_heads, spec_.head_dim));
     work_.attention.resize((size_t)threads_.size());
     for (auto& part : work_.attention) part.resize(scratch);

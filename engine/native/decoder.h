@@ -103,6 +103,7 @@ class Decoder {
     void finish_queries(const Layer& layer, const int32_t* step_rows, int count);
     void write_kv(const TandemStep& step, const Layer& layer, const KvLayer& kv);
     void attend();
+    int queries_of_task(int count) const;
     void add_attention_tasks(const TandemStep& step, const KvLayer& kv, const QueryRun& run);
     void add_kept_runs(const TandemStep& step, const KvLayer& kv);
     void choose_kept_rows(const TandemStep& step);

@@ -165,12 +165,21 @@ void Decoder::attend() {
     work_.tasks.clear();
 }
 
+// Of a long run: as many as the kernels take, or fewer, so that the threads end at about the same time.
+int Decoder::queries_of_task(int count) const {
+    constexpr int kTasksOfThread = 4;
+    const int group = spec_.num_heads / spec_.num_kv_heads, most = std::max(1, kernels_.most_attention_rows / group);
+    if (threads_.size() == 1) return most;
+    const int parts = (kTasksOfThread * threads_.size() + spec_.num_kv_heads - 1) / spec_.num_kv_heads;
+    return std::min(most, std::max((count + parts - 1) / parts, kMaxSharedQueries));
+}
+
 void Decoder::add_attention_tasks(const TandemStep& step, const KvLayer& kv, const QueryRun& run) {
     const int group = spec_.num_heads / spec_.num_kv_heads, start = step.query_starts[run.sequence];
     const int queries = step.query_starts[run.sequence + 1] - start;
     const bool shared = run.count <= kMaxSharedQueries;
-    const int most_queries = shared ? kMaxSharedQueries : std::max(1, kMaxAttentionRows / group);
     const int threads = threads_.size();
+    const int most_queries = shared ? kMaxSharedQueries : queries_of_task(run.count);
     const int most_heads = shared ? (spec_.num_kv_heads + threads - 1) / threads : 1;
     const size_t stride = qkv_stride(), out_stride = (size_t)heads_width();
     for (int offset = 0; offset < run.count; offset += most_queries)

@@ -57,7 +57,6 @@ struct AttentionTask {
     size_t out_stride;
 };
 
-constexpr int kMaxAttentionRows = 384;  // query tokens * group of one task, unless one token alone has more
 // Up to this many query tokens a task takes all KV heads, so that a block's bytes are read in one run.
 constexpr int kMaxSharedQueries = 16;
 
@@ -90,6 +89,7 @@ struct KernelTable {
     // Rotates one head in place: halves (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
     void (*rotate)(float* head, int head_dim, const float* cos, const float* sin);
     void (*store_kv)(const float* row, int head_dim, KvType type, void* destination);
+    int most_attention_rows;  // query tokens * group of one task, unless one token alone has more
     size_t (*attention_scratch_bytes)(int rows, int num_kv_heads, int head_dim);
     // `next` (or null) is the task that this thread does after this one: its first bytes are fetched.
     void (*attention)(const AttentionTask& task, const AttentionTask* next, void* scratch);

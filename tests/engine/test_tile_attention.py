@@ -70,3 +70,12 @@ def test_keys_that_a_row_does_not_see_change_none_of_its_bits(isa: str, chunks: 
     before = case.attended(isa, chunks)
     case.keys[: PREFIX - 100] = odd
     np.testing.assert_array_equal(case.attended(isa, chunks), before)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("shift", [1.0, 8.0, 100.0])
+def test_a_later_tile_may_count_for_less_or_more_by_any_power(isa: str, chunks: list[int], shift: float) -> None:
+    """Below and above what raises a row's maximum, up to where weights would overflow if it were not."""
+    case = Case(64)
+    case.keys[128:] += np.float32(shift)
+    assert_near(case.attended(isa, chunks), case.in_float32(isa), 2 * NEAR)

@@ -193,6 +193,14 @@ inline void attend(const AttentionTask& task, const AttentionTask* next, void* s
         finish_rows(task, s.head(head, rows, head_dim), head, rows);
 }
 
+// Of one task, unless one token alone has more. Each task arranges its keys anew; on AMX tiles that is much beside the
+// products, so a whole chunk of 512 tokens may be one.
+#ifdef TANDEM_TILES
+constexpr int kMostAttentionRows = 1536;
+#else
+constexpr int kMostAttentionRows = 384;
+#endif
+
 inline size_t attention_scratch_bytes(int rows, int num_kv_heads, int head_dim) {
     const size_t pairs = Scratch<Bf16Products>::carve(nullptr, rows, num_kv_heads, head_dim, nullptr);
     const size_t floats = Scratch<F32Products>::carve(nullptr, rows, num_kv_heads, head_dim, nullptr);

@@ -28,12 +28,16 @@ struct Traits {
     static constexpr bool kScalesQueries = false;                // by attention's scale and to powers of two
     static constexpr bool kBf16Values = Products::kInputs == 2;  // which need no finer weights
     static constexpr float kValueScale = 1.0f;                   // that O has until the end
-    static void store_weights(typename Products::Activation* p, int key, F weights) {
-        if constexpr (Products::kInputs == 2)
-            vstore_bf16((uint16_t*)p + key, weights);
-        else
-            vstore((float*)p + key, weights);
+    static void store_weights(typename Products::Activation* p, int key, const F (&weights)[2]) {
+        if constexpr (Products::kInputs == 2) {
+            vstore_bf16_pair((uint16_t*)p + key, weights[0], weights[1]);
+        } else {
+            vstore((float*)p + key, weights[0]);
+            vstore((float*)p + key + kWidth, weights[1]);
+        }
     }
+    // What is subtracted from exponents from a tile on.
+    static F raise(F maximum, F of_tile) { return vmax(maximum, of_tile); }
     static void restore_dims(float*, int) {}  // of a row of O whose dims are in another order until the end
 };
 

@@ -28,12 +28,14 @@ inline void hide_branches(float* scores, int num_keys, int root, uint32_t mask) 
 // Turns a row's scores into weights 2^(score * scale + shift) and adds these to `sum`.
 template <class Products, int kKeys>
 inline F weigh_keys(const float* scores, F scale, F shift, F sum, typename Products::Activation* p) {
+    F weights[2];
 #pragma GCC unroll 8
     for (int i = 0; i < kKeys; i += kWidth) {
         const F exponent = Traits<Products>::kScalesQueries ? vadd(vload(scores + i), shift) : vfma(vload(scores + i), scale, shift);
         const F weight = Traits<Products>::kBf16Values ? vexp2_for_bf16(exponent) : vexp2(exponent);
         sum = vadd(sum, weight);
-        Traits<Products>::store_weights(p, i, weight);
+        weights[i / kWidth % 2] = weight;
+        if (i / kWidth % 2) Traits<Products>::store_weights(p, i - kWidth, weights);
     }
     return sum;
 }
@@ -64,19 +66,19 @@ inline void softmax_rows(const AttentionTask& task, const Scratch<Products>& s, 
     }
     const F scale = vset1(task.scale * kLog2E), of_tile = vmaxima(highest);
     const F before = vload(s.maximum + first_row);
-    const F maximum = vmax(before, Traits<Products>::kScalesQueries ? of_tile : vmul(of_tile, scale));
+    const F maximum = Traits<Products>::raise(before, Traits<Products>::kScalesQueries ? of_tile : vmul(of_tile, scale));
     float maxima[kWidth], shifts[kWidth], corrections[kWidth];
     vstore(maxima, maximum);
     vstore(shifts, vsub(vzero(), maximum));
     vstore(corrections, vexp2(vsub(before, maximum)));
     copy_words((uint32_t*)s.maximum + first_row, (const uint32_t*)maxima, count);
     for (int m = 0; m < count; ++m, scores += kTileKeys, p += kTileKeys / Products::kInputs) {
-        float* sum_lanes = s.sum + (size_t)(first_row + m) * kWidth;
+        float *sum_lanes = s.sum + (size_t)(first_row + m) * kWidth, *out = s.out + (size_t)(first_row + m) * head_dim;
+        for (int i = 0; i < head_dim; i += 16) __builtin_prefetch(out + i, 1, 3);
         F sum = vload(sum_lanes);
         if (corrections[m] != 1.0f) {
             const F correction = vset1(corrections[m]);
             sum = vmul(sum, correction);
-            float* out = s.out + (size_t)(first_row + m) * head_dim;
             for (int i = 0; i < head_dim; i += kWidth) vstore(out + i, vmul(vload(out + i), correction));
         }
         const F shift = vset1(shifts[m]);

@@ -113,7 +113,11 @@ struct Traits<FloatProducts<kBf16>> {
     static constexpr bool kScalesQueries = true;
     static constexpr bool kBf16Values = kBf16;
     static constexpr float kValueScale = 1.0f;
-    static void store_weights(float* p, int key, F weights) { vstore(p + key, weights); }
+    static void store_weights(float* p, int key, const F (&weights)[2]) {
+        vstore(p + key, weights[0]);
+        vstore(p + key + kWidth, weights[1]);
+    }
+    static F raise(F maximum, F of_tile) { return vmax(maximum, of_tile); }
     static void restore_dims(float*, int) {}
 };
 

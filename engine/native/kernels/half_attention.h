@@ -28,7 +28,11 @@ struct Traits<HalfProducts> {
     static constexpr bool kScalesQueries = true;
     static constexpr bool kBf16Values = true;
     static constexpr float kValueScale = ::kValueScale;
-    static void store_weights(uint32_t* p, int key, F weights) { store_weight_pairs(p + key, weights); }
+    static void store_weights(uint32_t* p, int key, const F (&weights)[2]) {
+        store_weight_pairs(p + key, weights[0]);
+        store_weight_pairs(p + key + kWidth, weights[1]);
+    }
+    static F raise(F maximum, F of_tile) { return vmax(maximum, of_tile); }
     static void restore_dims(float*, int) {}
 };
 

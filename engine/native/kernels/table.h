@@ -51,6 +51,7 @@ inline tandem::KernelTable make_table(const char* name) {
             &silu_multiply,
             &rotate,
             &store_kv,
+            kMostAttentionRows,
             &attention_scratch_bytes,
             &attention,
             &embed,

@@ -66,7 +66,15 @@ struct Traits<TileProducts> {
     static constexpr bool kScalesQueries = false;
     static constexpr bool kBf16Values = true;
     static constexpr float kValueScale = 1.0f;
-    static void store_weights(uint32_t* p, int key, F weights) { vstore_bf16((uint16_t*)p + key, weights); }
+    static void store_weights(uint32_t* p, int key, const F (&weights)[2]) {
+        vstore_bf16_pair((uint16_t*)p + key, weights[0], weights[1]);
+    }
+    // A larger maximum corrects all that was summed, and any number near it serves as well: bfloat16 and floats lose nothing
+    // on weights of up to 2^8. So it is seldom raised after a row's first tile.
+    static F raise(F maximum, F of_tile) {
+        const __mmask16 is_far = _mm512_cmp_ps_mask(of_tile, vadd(maximum, vset1(8.0f)), _CMP_GT_OQ);
+        return _mm512_mask_mov_ps(maximum, is_far, of_tile);
+    }
     // From the order of interleaved values.
     static void restore_dims(float* out, int head_dim) {
         const I first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), second = iadd(first, iset1(8));

@@ -79,6 +79,10 @@ inline void vstore_bf16(uint16_t* p, F x) {
     rounded = _mm256_blendv_epi8(rounded, iset1(0x7fc0), ibits(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
     _mm_storeu_si128((__m128i*)p, narrow_to_16(rounded));
 }
+inline void vstore_bf16_pair(uint16_t* p, F first, F second) {
+    vstore_bf16(p, first);
+    vstore_bf16(p + kWidth, second);
+}
 inline void istore_int8(int8_t* p, I x) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));

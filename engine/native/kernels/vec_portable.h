@@ -104,6 +104,10 @@ inline void vstore_bf16(uint16_t* p, F x) {
     const I rounded = ishift_right<16>(bits + iset1(0x7fff) + (ishift_right<16>(bits) & iset1(1)));
     for (int i = 0; i < kWidth; ++i) p[i] = x[i] == x[i] ? (uint16_t)rounded[i] : 0x7fc0;
 }
+inline void vstore_bf16_pair(uint16_t* p, F first, F second) {
+    vstore_bf16(p, first);
+    vstore_bf16(p + kWidth, second);
+}
 inline void istore_int8(int8_t* p, I x) {
     for (int i = 0; i < kWidth; ++i) p[i] = (int8_t)x[i];
 }
