@@ -2,9 +2,9 @@
 
     pool  |== used once ==|-- AHEAD_BYTES, touched by a native thread --|.. untouched, not resident ..|
 
-A new page is cleared by the system when it is first written: 4 ms for the KV of a 2,048-token prompt (45 MiB), and 130 ms
-where a hypervisor has yet to get the memory from its host. That would be the engine's time, or a frame's on its arrival.
-The whole pool at the start would cost each worker seconds and a gigabyte that it may never need.
+A new page is cleared by the system when it is first written: 4 ms for the KV of a 2,048-token prompt (45 MiB), 130 ms
+where a hypervisor has yet to get the memory from its host. That would be the engine's time, or a frame's on arrival.
+The whole pool at the start would cost each worker seconds, and a gigabyte that it may never need.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Imports torch without its shape functions, which only compilers and tensors without data (`meta`) need.
 
-`import torch` ends with `torch._meta_registrations`, and that pulls torch's reference implementations and decompositions
+`import torch` ends with `torch._meta_registrations`, which pulls torch's reference implementations and decompositions
 in: a third of the import, half a second of each worker's start. No worker compiles or traces a model. The module is not
 hidden: whoever needs it in such a process imports it by its name first.
 """

@@ -51,8 +51,8 @@ def resident_blocks(memory: KvMemory) -> list[int]:
     pages = (ctypes.c_ubyte * (memory.size_bytes // mmap.PAGESIZE))()
     libc = ctypes.CDLL(None)
     assert libc.mincore(ctypes.c_void_p(memory.address), ctypes.c_size_t(memory.size_bytes), pages) == 0
-    is_resident = np.frombuffer(bytes(pages), np.uint8).reshape(NUM_BLOCKS, -1).all(axis=1)
-    return [int(block) for block in is_resident.nonzero()[0]]
+    by_block = np.frombuffer(bytes(pages), np.uint8).reshape(NUM_BLOCKS, -1)
+    return [block for block in range(NUM_BLOCKS) if by_block[block].all()]
 
 
 def test_an_unused_pool_has_its_first_pages_and_no_more(memory: KvMemory) -> None:
