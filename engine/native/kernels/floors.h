@@ -87,10 +87,19 @@ inline double multiply_half_registers(int iterations) {
 #endif
 
 #ifdef TANDEM_TILES
+// Numbers as weights and activations have them: with zeros the same tiles take less power and run up to 1.3 times as fast.
 inline double multiply_tile_registers(int iterations) {
+    alignas(64) static uint16_t numbers[2][kTileBytes / 2];
+    uint32_t state = 1;
+    for (auto& tile : numbers)
+        for (uint16_t& number : tile) {
+            state = state * 1664525u + 1013904223u;
+            number = (uint16_t)((state >> 16 & 0x81ff) | 0x3c00);  // either sign, from 2^-7 to 2^-3
+        }
     const TileSession session;
     tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-    tile_zero<4>(), tile_zero<5>(), tile_zero<6>(), tile_zero<7>();
+    tile_load<4>(numbers[0], kRowBytes), tile_load<5>(numbers[1], kRowBytes);
+    tile_load<6>(numbers[1], kRowBytes), tile_load<7>(numbers[0], kRowBytes);
     for (int n = 0; n < iterations; ++n) {
         tile_dot<0, 4, 6>();
         tile_dot<1, 4, 7>();
