@@ -36,7 +36,7 @@ struct TileActivations {
                 uint8_t* line = to + m * kRowBytes;
                 int input = 0;
                 for (; input + kTileInputs <= k; input += kTileInputs, line += step_bytes)
-                    istore(line, vpack_bf16(vload(from + input), vload(from + input + kWidth)));
+                    vstore_bf16_pair((uint16_t*)line, vload(from + input), vload(from + input + kWidth));
                 for (; input < k_padded; input += kTileInputs, line += step_bytes)
                     round_row(from + input, k - input, kTileInputs, (uint16_t*)line);
             }

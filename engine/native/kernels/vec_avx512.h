@@ -104,8 +104,6 @@ inline void vstore_bf16_pair(uint16_t* p, F first, F second) {
 #endif
 }
 #ifdef __AVX512BF16__
-// 32 floats as bfloat16, `low` before `high`.
-inline I vpack_bf16(F low, F high) { return (I)_mm512_cvtne2ps_pbh(high, low); }
 inline F vround_to_bf16(F x) {
     return vbits(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
 }
