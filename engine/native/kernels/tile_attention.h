@@ -37,15 +37,15 @@ struct TileProducts {
         const size_t row_bytes = (size_t)head_dim * 2, panel_stride = (size_t)head_dim / 2 * kRowBytes;
         const TileRows a = {(const uint8_t*)q, row_bytes, 64, kTileRows * row_bytes};
         for (int key = 0; key < num_keys; key += 32)
-            multiply_tiles<false>(a, whole_tiles(rows), keys + key / 16 * panel_stride, panel_stride, 2, head_dim / 32,
-                                  out + key, kTileKeys, false);
+            multiply_tiles<false>(a, whole_tiles(rows), keys + key / 16 * panel_stride, panel_stride, head_dim / 32,
+                                  out + key, kTileKeys);
     }
     static void weigh(const Activation* p, int rows, const uint8_t* values, int head_dim, int num_keys, float* out) {
         const size_t row_bytes = kTileKeys * 2, panel_stride = kTileKeys / 2 * kRowBytes;
         const TileRows a = {(const uint8_t*)p, row_bytes, 64, kTileRows * row_bytes};
         for (int dim = 0; dim < head_dim; dim += 32)
-            multiply_tiles<true>(a, whole_tiles(rows), values + dim / 16 * panel_stride, panel_stride, 2, num_keys / 32,
-                                 out + dim, head_dim, false);
+            multiply_tiles<true>(a, whole_tiles(rows), values + dim / 16 * panel_stride, panel_stride, num_keys / 32,
+                                 out + dim, head_dim);
     }
 };
 

@@ -7,8 +7,6 @@
 
 namespace {
 
-constexpr size_t kTileWeightsAhead = 4096;  // bytes of a panel that are fetched before their tile is loaded
-
 inline int whole_tiles(int rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 // Activations of up to two tiles of 16 rows: rows `row_stride` bytes apart, 32 inputs further `step` bytes on, the
@@ -52,43 +50,28 @@ inline void store_sums(float* out, size_t out_stride) {
     if constexpr (RT == 2 && PT == 2) tile_store<3>(out + 16 * out_stride + 16, stride);
 }
 
-// out[16 RT, 16 PT] = a * w, on top of `out` with kContinue.
-template <int RT, int PT, bool kContinue>
-inline void multiply_tiles(const TileRows& a, const uint8_t* w, size_t panel_stride, int steps, float* out,
-                           size_t out_stride, bool stream) {
-    start_sums<RT, PT>(out, out_stride, kContinue);
+// out[16 RT, 32] = a * two panels of `w`, on top of `out` with kContinue.
+template <int RT, bool kContinue>
+inline void multiply_tiles(const TileRows& a, const uint8_t* w, size_t panel_stride, int steps, float* out, size_t out_stride) {
+    start_sums<RT, 2>(out, out_stride, kContinue);
     for (int s = 0; s < steps; ++s) {
         const uint8_t *rows = a.data + s * a.step, *panel = w + s * kTileBytes;
-        if (stream)
-            for (int p = 0; p < PT; ++p)
-                for (size_t byte = 0; byte < kTileBytes; byte += 64)
-                    __builtin_prefetch(panel + p * panel_stride + kTileWeightsAhead + byte, 0, 3);
         tile_load<4>(rows, a.row_stride);
         tile_load<6>(panel, 64);
-        tile_dot<0, 4, 6>();
-        if constexpr (PT == 2) {
-            tile_load<7>(panel + panel_stride, 64);
-            tile_dot<1, 4, 7>();
-        }
-        if constexpr (RT == 2) {
-            tile_load<5>(rows + a.tile, a.row_stride);
-            tile_dot<2, 5, 6>();
-            if constexpr (PT == 2) tile_dot<3, 5, 7>();
-        }
+        tile_load<7>(panel + panel_stride, 64);
+        if constexpr (RT == 2) tile_load<5>(rows + a.tile, a.row_stride);
+        add_products<RT, 2>();
     }
-    store_sums<RT, PT>(out, out_stride);
+    store_sums<RT, 2>(out, out_stride);
 }
 
 template <bool kContinue>
-inline void multiply_tiles(const TileRows& a, int row_tiles, const uint8_t* w, size_t panel_stride, int panels, int steps,
-                           float* out, size_t out_stride, bool stream) {
-    if (row_tiles == 2 && panels == 2)
-        multiply_tiles<2, 2, kContinue>(a, w, panel_stride, steps, out, out_stride, stream);
-    else if (row_tiles == 2)
-        multiply_tiles<2, 1, kContinue>(a, w, panel_stride, steps, out, out_stride, stream);
-    else if (panels == 2)
-        multiply_tiles<1, 2, kContinue>(a, w, panel_stride, steps, out, out_stride, stream);
+inline void multiply_tiles(const TileRows& a, int row_tiles, const uint8_t* w, size_t panel_stride, int steps, float* out,
+                           size_t out_stride) {
+    if (row_tiles == 2)
+        multiply_tiles<2, kContinue>(a, w, panel_stride, steps, out, out_stride);
     else
-        multiply_tiles<1, 1, kContinue>(a, w, panel_stride, steps, out, out_stride, stream);
+        multiply_tiles<1, kContinue>(a, w, panel_stride, steps, out, out_stride);
 }
+
 }  // namespace
