@@ -17,7 +17,7 @@ constexpr int kPairFloats = 2 * kPanelOutputs;
 constexpr int kTileGroups = kTileInputs / kGroupInputs;
 constexpr int kMostPartSteps = 18;            // of 32 inputs: 36 KB of a pair in a first cache of 48 KB
 constexpr size_t kTileCachedBytes = 1 << 20;  // of activations, in a second cache of 2 MB
-constexpr size_t kFirstCacheAhead = 1024;     // bytes of a panel
+constexpr size_t kStreamedAhead = 2048;       // bytes of a panel
 
 // Packed activations: [tile of up to 16 rows][32 inputs][rows][64 bytes].
 struct TileActivations {
@@ -51,21 +51,17 @@ struct TileActivations {
     }
 };
 
-// Lines of a streamed panel are fetched into the second cache from far ahead, then into the first.
-inline __attribute__((always_inline)) void fetch_lines(const uint8_t* at, size_t num_bytes, size_t ahead) {
-    for (size_t line = 0; line < num_bytes; line += kRowBytes) {
-        __builtin_prefetch(at + line + ahead, 0, 2);
-        __builtin_prefetch(at + line + kFirstCacheAhead, 0, 3);
-    }
+// Lines of a streamed panel, fetched ahead into the first cache; the second one's own prefetcher follows.
+inline __attribute__((always_inline)) void fetch_lines(const uint8_t* at, size_t num_bytes) {
+    for (size_t line = 0; line < num_bytes; line += kRowBytes) __builtin_prefetch(at + line + kStreamedAhead, 0, 3);
 }
 
-// The tiles of a panel, one after another; `ahead`: how far on the bytes lie that are fetched meanwhile.
+// The tiles of a panel, one after another.
 struct PlainTiles {
     const uint8_t* at;
-    const size_t ahead;
-    PlainTiles(const PackedMatrix& w, int panel, size_t bytes_ahead) : at(w.panel(panel)), ahead(bytes_ahead) {}
+    PlainTiles(const PackedMatrix& w, int panel) : at(w.panel(panel)) {}
     inline __attribute__((always_inline)) const uint8_t* next() {
-        fetch_lines(at, kTileBytes, ahead);
+        fetch_lines(at, kTileBytes);
         at += kTileBytes;
         return at - kTileBytes;
     }
@@ -80,16 +76,14 @@ struct CompressedTiles {
     static constexpr int kLead = 2, kRing = 4;
     alignas(64) uint8_t ring[kRing][kTileBytes];
     const CompressedHeader& header;
-    const size_t ahead;
     const int steps;
     const I table;
     const uint8_t* at;
     const HighByteException *exception, *end;
     int decoded = 0, used = 0;
 
-    CompressedTiles(const PackedMatrix& w, int panel, size_t bytes_ahead)
+    CompressedTiles(const PackedMatrix& w, int panel)
         : header(*(const CompressedHeader*)w.panel(panel)),
-          ahead(bytes_ahead),
           steps(w.k_padded / kTileInputs),
           table(load_table(header)),
           at(w.panel(panel) + sizeof(CompressedHeader)),
@@ -98,7 +92,7 @@ struct CompressedTiles {
 
     inline __attribute__((always_inline)) void decode() {
         uint8_t* to = ring[decoded % kRing];
-        fetch_lines(at, kTileGroups * kGroupBytes, ahead);
+        fetch_lines(at, kTileGroups * kGroupBytes);
         if (__builtin_expect(header.plain != nullptr, 0)) {
             __builtin_memcpy(to, header.plain + decoded * kTileBytes, kTileBytes);
         } else {
@@ -170,8 +164,7 @@ struct TileLinear {
     // All rows, RT tiles, times PT panels that come from memory.
     template <int RT, int PT>
     static void stream(const TileActivations& a, const PackedMatrix& w, int panel, float* out, size_t out_stride, bool add) {
-        const size_t ahead = PT * w.panel_bytes;
-        Tiles first(w, panel, ahead), second(w, panel + PT - 1, ahead);
+        Tiles first(w, panel), second(w, panel + PT - 1);
         const uint8_t *upper = a.tile(0, 0), *lower = RT == 2 ? a.tile(kTileRows, 0) : nullptr;
         const size_t upper_bytes = a.count(0) * kRowBytes, lower_bytes = RT == 2 ? a.count(kTileRows) * kRowBytes : 0;
         start_sums<RT, PT>(out, out_stride, add);
