@@ -90,3 +90,15 @@ def root_mean_square(values: Floats) -> float:
 
 def assert_near(found: Floats, expected: Floats, bound: float) -> None:
     assert root_mean_square(found - expected) < bound * root_mean_square(expected)
+
+
+def assert_tree_sees_its_branches(case: Case, isa: str, parents: tuple[int, ...], bound: float) -> None:
+    """Near to floats, unlike a chunk; and a tree that is a chain gives the bits of a chunk."""
+    case.keys[:] = 0  # so that each key that is hidden by mistake, or is not, shows
+    rows = [1 + len(parents)]
+    tree, chain = Draft(tuple(range(len(parents))), parents), Draft.chain(tuple(range(len(parents))))
+    found = case.attended(isa, rows, tree=tree)
+    assert_near(found, case.attended(isa, rows, kv_dtype="float32", tree=tree), bound)
+    in_chunk = case.attended(isa, rows)
+    assert not np.array_equal(found, in_chunk)
+    np.testing.assert_array_equal(case.attended(isa, rows, tree=chain), in_chunk)

@@ -6,8 +6,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.draft import ROOT, Draft
-from tests.engine.attention_case import CHUNKS, NUM_ROWS, PREFIX, Case, assert_near, root_mean_square
+from engine.draft import ROOT
+from tests.engine.attention_case import (
+    CHUNKS,
+    NUM_ROWS,
+    PREFIX,
+    Case,
+    assert_near,
+    assert_tree_sees_its_branches,
+    root_mean_square,
+)
 from tests.engine.native_model import built_isas
 
 HALF = [isa for isa in built_isas() if isa == "avx512_fp16"]
@@ -60,15 +68,7 @@ def test_every_kernel_gives_a_row_the_same_bits(
 @pytest.mark.parametrize("window", [0, 100])
 def test_rows_of_a_tree_see_their_branches(isa: str, group: int, parents: tuple[int, ...], window: int) -> None:
     """Of few rows and of many; and a tree that is a chain gives the bits of a chunk."""
-    case = Case(64, group, window)
-    case.keys[:] = 0  # so that each key that is hidden by mistake, or is not, shows
-    rows = [1 + len(parents)]
-    tree, chain = Draft(tuple(range(len(parents))), parents), Draft.chain(tuple(range(len(parents))))
-    found = case.attended(isa, rows, tree=tree)
-    assert_near(found, case.attended(isa, rows, kv_dtype="float32", tree=tree), NEAR)
-    in_chunk = case.attended(isa, rows)
-    assert not np.array_equal(found, in_chunk)
-    np.testing.assert_array_equal(case.attended(isa, rows, tree=chain), in_chunk)
+    assert_tree_sees_its_branches(Case(64, group, window), isa, parents, NEAR)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS[:2])

@@ -45,11 +45,8 @@ inline const HighByteException* put_exceptions(const HighByteException* at, cons
 // The group as BF16 in memory, with its exceptions in place; returns the first exception of a later group.
 inline const HighByteException* decode_exceptional(const uint8_t* groups, int group, I table, uint8_t* plain,
                                                    const HighByteException* at, const HighByteException* end) {
-    I rows[kGroupRows];
-    decode_group(groups + group * kGroupBytes, table, rows);
-    for (int row = 0; row < kGroupRows; ++row) istore(plain + row * kRowBytes, rows[row]);
-    for (; at < end && at->group == group; ++at) plain[at->offset] = at->value;
-    return at;
+    decode_groups(groups + group * kGroupBytes, 1, table, plain);
+    return put_exceptions(at, end, group, 1, plain);
 }
 
 }  // namespace
