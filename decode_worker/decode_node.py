@@ -89,7 +89,14 @@ class DecodeNode:
         metrics = DecodeMetrics(self._counters, fallbacks)
         self._landings = KvLandings(
             LandingResources(
-                self._reservations, self._peers, self._table, parts.layout, metrics, ProtocolLimits(), max_credit_bytes
+                self._reservations,
+                self._peers,
+                self._table,
+                parts.layout,
+                metrics,
+                ProtocolLimits(),
+                max_credit_bytes,
+                parts.prompts_under_way,
             )
         )
         self._view: MembershipView | None = None

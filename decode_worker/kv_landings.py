@@ -27,8 +27,9 @@ class KvLandings:
 
     def open(self, request: AcceptedRequest, timeline: RequestTimeline) -> PromptLanding:
         """A landing that has not begun. It is kept alive until nothing of it is held or awaited any more."""
-        landing = PromptLanding(request, self._resources, timeline, self._live.discard)
+        landing = PromptLanding(request, self._resources, timeline, self._over)
         self._live.add(landing)
+        self._resources.prompts_under_way(True)
         return landing
 
     @property
@@ -49,6 +50,10 @@ class KvLandings:
             "kv_bad_digests": float(counts.bad_digests),
             "kv_refused_frames": float(counts.refused_frames),
         }
+
+    def _over(self, landing: PromptLanding) -> None:
+        self._live.discard(landing)
+        self._resources.prompts_under_way(bool(self._live))
 
     def show(self, counters: WorkerCounters) -> None:
         """Brings the metrics of what was dropped up to date; called at every heartbeat."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.errors import EngineFailure, StartupError
 from engine.native.build import LIBRARY_NAME, SOURCE_DIR
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 HOW_TO_BUILD = "build it with `python -m engine.native.build` (needs a C++17 compiler)"
 
 # void (*)(int32_t layer)
@@ -180,7 +180,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "tandem_matrix_row": (c_int32, (c_void_p, c_int32, c_void_p)),
     "tandem_matrix_destroy": (None, (c_void_p,)),
     "tandem_pages_create": (c_void_p, (c_void_p, c_int64)),
-    "tandem_pages_reach": (None, (c_void_p, c_int64)),
+    "tandem_pages_reach": (None, (c_void_p, c_int64, c_int64)),
+    "tandem_pages_make_way": (None, (c_void_p, c_int32)),
     "tandem_pages_touched": (c_int64, (c_void_p,)),
     "tandem_pages_destroy": (None, (c_void_p,)),
     "tandem_gumbel_argmax": (

@@ -1,10 +1,12 @@
 """Keeps the pages of a KV pool that will be written next resident, so that nobody waits for their first touch.
 
-    pool  |== used once ==|-- AHEAD_BYTES, touched by a native thread --|.. untouched, not resident ..|
+    pool  |== used once ==|-- NOW_BYTES --|-- LATER_BYTES, touched while no prompt is under way --|.. not resident ..|
 
 A new page is cleared by the system when it is first written: 4 ms for the KV of a 2,048-token prompt (45 MiB), 130 ms
-where a hypervisor has yet to get the memory from its host. That would be the engine's time, or a frame's on arrival.
-The whole pool at the start would cost each worker seconds, and a gigabyte that it may never need.
+where a hypervisor has yet to get the memory from its host. That would be the engine's time, or a frame's on arrival;
+and done by a thread beside them it takes a processor that they need, however low that thread's priority: Linux weighs
+processes before their threads. So most of it is done between prompts. The whole pool at the start would cost each
+worker seconds, and a gigabyte that it may never need.
 """
 
 from __future__ import annotations
@@ -15,27 +17,35 @@ from cluster.errors import StartupError
 from engine import native_library
 from engine.kv_memory import HUGE_PAGE_BYTES, KvMemory
 
-# A long prompt of a small model comes at once; while it is computed the thread goes on, and is faster.
-AHEAD_BYTES = 64 * 1024 * 1024
+# While a prompt is computed the thread is faster than whoever fills the pages: it needs no long start.
+NOW_BYTES = 32 * 1024 * 1024
+# Five long prompts of a small model may follow each other without a pause.
+LATER_BYTES = 256 * 1024 * 1024
 
 
 class PagesAhead:
-    """Of one pool. Owned by its worker, which closes it before the pool's memory."""
+    """Of one pool. Owned by its worker, which closes it before the pool's memory. Its methods wait for nothing and may
+    be called from any thread."""
 
     def __init__(self, library: ctypes.CDLL, memory: KvMemory) -> None:
         self._library = library
         self._content = memory.content  # mapped for as long as the thread may touch it
         self._block_bytes = memory.layout.block_bytes
-        self._wanted_bytes = 0
+        self._told_bytes = -HUGE_PAGE_BYTES
         self._pages = ctypes.c_void_p(library.tandem_pages_create(memory.address, memory.size_bytes))
         self.blocks_used(0)
 
     def blocks_used(self, num_blocks: int) -> None:
-        """So many blocks, the pool's first ones, have been given out so far. From any thread; waits for nothing."""
-        wanted_bytes = num_blocks * self._block_bytes + AHEAD_BYTES
-        if self._pages and wanted_bytes >= self._wanted_bytes + HUGE_PAGE_BYTES:
-            self._wanted_bytes = wanted_bytes
-            self._library.tandem_pages_reach(self._pages, wanted_bytes)
+        """So many blocks, the pool's first ones, have been given out so far."""
+        used_bytes = num_blocks * self._block_bytes
+        if self._pages and used_bytes >= self._told_bytes + HUGE_PAGE_BYTES:
+            self._told_bytes = used_bytes
+            self._library.tandem_pages_reach(self._pages, used_bytes + NOW_BYTES, used_bytes + LATER_BYTES)
+
+    def prompts_under_way(self, are_any: bool) -> None:
+        """Whether this worker computes a prompt, or waits for one's KV."""
+        if self._pages:
+            self._library.tandem_pages_make_way(self._pages, are_any)
 
     @property
     def touched_bytes(self) -> int:

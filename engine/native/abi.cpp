@@ -176,7 +176,11 @@ TandemPages* tandem_pages_create(void* memory, int64_t num_bytes) {
     return pages;
 }
 
-void tandem_pages_reach(TandemPages* pages, int64_t num_bytes) { pages->ahead.reach((size_t)num_bytes); }
+void tandem_pages_reach(TandemPages* pages, int64_t now_bytes, int64_t later_bytes) {
+    pages->ahead.reach((size_t)now_bytes, (size_t)later_bytes);
+}
+
+void tandem_pages_make_way(TandemPages* pages, int32_t is_computing) { pages->ahead.make_way(is_computing != 0); }
 
 int64_t tandem_pages_touched(const TandemPages* pages) { return (int64_t)pages->ahead.touched_bytes(); }
 

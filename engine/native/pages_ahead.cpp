@@ -18,6 +18,14 @@ void touch(uint8_t* byte) {
     __atomic_compare_exchange_n(byte, &expected, 0, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
+// Whether it became more.
+bool raise(std::atomic<size_t>& wanted, size_t num_bytes) {
+    size_t before = wanted.load();
+    while (before < num_bytes && !wanted.compare_exchange_weak(before, num_bytes)) {
+    }
+    return before < num_bytes;
+}
+
 }  // namespace
 
 PagesAhead::PagesAhead(uint8_t* memory, size_t num_bytes) : memory_(memory), num_bytes_(num_bytes) {
@@ -32,12 +40,14 @@ PagesAhead::~PagesAhead() {
     sem_destroy(&wake_);
 }
 
-void PagesAhead::reach(size_t num_bytes) {
-    num_bytes = std::min(num_bytes, num_bytes_);
-    size_t before = wanted_.load();
-    while (before < num_bytes && !wanted_.compare_exchange_weak(before, num_bytes)) {
-    }
-    if (before < num_bytes) sem_post(&wake_);
+void PagesAhead::reach(size_t now_bytes, size_t later_bytes) {
+    const bool is_more_now = raise(wanted_now_, std::min(now_bytes, num_bytes_));
+    const bool is_more_later = raise(wanted_later_, std::min(later_bytes, num_bytes_));
+    if (is_more_now || is_more_later) sem_post(&wake_);
+}
+
+void PagesAhead::make_way(bool is_computing) {
+    if (computing_.exchange(is_computing) && !is_computing) sem_post(&wake_);
 }
 
 void PagesAhead::run() {
@@ -45,7 +55,7 @@ void PagesAhead::run() {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     size_t touched = 0;
     for (;;) {
-        while (touched < wanted_.load() && !stopping_.load()) {
+        while (touched < (computing_.load() ? wanted_now_ : wanted_later_).load() && !stopping_.load()) {
             touch(memory_ + touched);
             touched += page;
             touched_.store(touched, std::memory_order_release);

@@ -18,8 +18,12 @@ class PagesAhead {
     PagesAhead& operator=(const PagesAhead&) = delete;
     ~PagesAhead();  // waits for the page in hand
 
-    // The first `num_bytes` shall be resident. Waits for nothing: the thread's priority is low and it may be anywhere.
-    void reach(size_t num_bytes);
+    // The first `now_bytes` shall be resident soon, the first `later_bytes` when nobody computes. Waits for nothing: the
+    // thread's priority is low and it may be anywhere.
+    void reach(size_t now_bytes, size_t later_bytes);
+
+    // Somebody computes for whom a processor is better kept free, or nobody does (as at the start).
+    void make_way(bool is_computing);
 
     size_t touched_bytes() const { return touched_.load(std::memory_order_acquire); }
 
@@ -28,8 +32,8 @@ class PagesAhead {
 
     uint8_t* const memory_;
     const size_t num_bytes_;
-    std::atomic<size_t> wanted_{0}, touched_{0};
-    std::atomic<bool> stopping_{false};
+    std::atomic<size_t> wanted_now_{0}, wanted_later_{0}, touched_{0};
+    std::atomic<bool> computing_{false}, stopping_{false};
     sem_t wake_;
     std::thread thread_;
 };

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define TANDEM_ABI_VERSION 11
+#define TANDEM_ABI_VERSION 12
 
 #if defined(__GNUC__)
 #define TANDEM_API __attribute__((visibility("default")))
@@ -182,12 +182,13 @@ TANDEM_API int32_t tandem_matrix_multiply(const TandemMatrix* matrix, const floa
 TANDEM_API int32_t tandem_matrix_row(const TandemMatrix* matrix, int32_t row, float* out);
 TANDEM_API void tandem_matrix_destroy(TandemMatrix* matrix);
 
-/* A thread of the lowest priority that makes `num_bytes` at `memory` resident, from the first on, as far as `reach` says;
- * contents stay. NULL on failure. `reach` never waits and may be called from any thread; `destroy` comes before the memory
- * is unmapped. */
+/* A thread of the lowest priority that makes `num_bytes` at `memory` resident, from the first on, as far as `reach` says:
+ * to `now_bytes` at once, to `later_bytes` (no less) while nobody computes, as `make_way` says. Contents stay. NULL on
+ * failure. Neither ever waits, and both may be called from any thread; `destroy` comes before the memory is unmapped. */
 typedef struct TandemPages TandemPages;
 TANDEM_API TandemPages* tandem_pages_create(void* memory, int64_t num_bytes);
-TANDEM_API void tandem_pages_reach(TandemPages* pages, int64_t num_bytes);
+TANDEM_API void tandem_pages_reach(TandemPages* pages, int64_t now_bytes, int64_t later_bytes);
+TANDEM_API void tandem_pages_make_way(TandemPages* pages, int32_t is_computing);
 TANDEM_API int64_t tandem_pages_touched(const TandemPages* pages);
 TANDEM_API void tandem_pages_destroy(TandemPages* pages);
 

@@ -24,7 +24,8 @@ NUM_BLOCKS = 1024  # several huge pages
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerEngine]:
-    monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(pages_ahead, "NOW_BYTES", 0)
+    monkeypatch.setattr(pages_ahead, "LATER_BYTES", 0)
     settings = WorkerSettings(
         worker_id="w", model=str(save_safetensors(random_model("llama"), tmp_path / "model")),
         listen="unix:/unused", runtime_dir=tmp_path, num_kv_blocks=NUM_BLOCKS,

@@ -19,7 +19,7 @@ from engine.pages_ahead import PagesAhead, open_pages_ahead
 DEADLINE_S = 60.0
 # A block is as large as a huge page.
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=8, head_dim=64, dtype="bfloat16", element_bytes=2, block_tokens=256)
-NUM_BLOCKS, NUM_AHEAD = 8, 2
+NUM_BLOCKS, NUM_NOW, NUM_LATER = 8, 1, 2
 
 pytestmark = pytest.mark.skipif(not native_library.is_available(), reason="the native library is not built")
 
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.skipif(not native_library.is_available(), reason="the n
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[KvMemory]:
     assert LAYOUT.block_bytes == HUGE_PAGE_BYTES
-    monkeypatch.setattr(pages_ahead, "AHEAD_BYTES", NUM_AHEAD * LAYOUT.block_bytes)
+    monkeypatch.setattr(pages_ahead, "NOW_BYTES", NUM_NOW * LAYOUT.block_bytes)
+    monkeypatch.setattr(pages_ahead, "LATER_BYTES", NUM_LATER * LAYOUT.block_bytes)
     pool = KvMemory(LAYOUT, NUM_BLOCKS)
     yield pool
     pool.close()
@@ -58,7 +59,7 @@ def resident_blocks(memory: KvMemory) -> list[int]:
 def test_an_unused_pool_has_its_first_pages_and_no_more(memory: KvMemory) -> None:
     assert resident_blocks(memory) == []
     ahead = opened(memory)
-    wait_until_touched(ahead, NUM_AHEAD)
+    wait_until_touched(ahead, NUM_LATER)
     ahead.close()
     assert resident_blocks(memory) == [0, 1]
 
@@ -66,7 +67,7 @@ def test_an_unused_pool_has_its_first_pages_and_no_more(memory: KvMemory) -> Non
 def test_pages_keep_their_distance_from_the_blocks_in_use_and_end_with_the_pool(memory: KvMemory) -> None:
     ahead = opened(memory)
     ahead.blocks_used(3)
-    wait_until_touched(ahead, 3 + NUM_AHEAD)
+    wait_until_touched(ahead, 3 + NUM_LATER)
     assert resident_blocks(memory) == [0, 1, 2, 3, 4]
     ahead.blocks_used(1)  # of an allocation that told later
     ahead.blocks_used(NUM_BLOCKS)
@@ -74,6 +75,26 @@ def test_pages_keep_their_distance_from_the_blocks_in_use_and_end_with_the_pool(
     ahead.close()
     assert ahead.touched_bytes == 0
     assert resident_blocks(memory) == list(range(NUM_BLOCKS))
+
+
+def test_under_a_prompt_no_more_is_touched_than_it_soon_needs(memory: KvMemory) -> None:
+    ahead = opened(memory)
+    wait_until_touched(ahead, NUM_LATER)
+    ahead.prompts_under_way(True)
+    ahead.blocks_used(4)
+    wait_until_touched(ahead, 4 + NUM_NOW)
+    ahead.close()
+    assert resident_blocks(memory) == [0, 1, 2, 3, 4]
+
+
+def test_what_a_prompt_held_back_is_touched_behind_it(memory: KvMemory) -> None:
+    ahead = opened(memory)
+    ahead.prompts_under_way(True)
+    ahead.blocks_used(4)
+    ahead.prompts_under_way(False)
+    wait_until_touched(ahead, 4 + NUM_LATER)
+    ahead.close()
+    assert resident_blocks(memory) == [0, 1, 2, 3, 4, 5]
 
 
 def test_what_was_written_before_its_page_is_touched_stays(memory: KvMemory) -> None:
@@ -96,8 +117,9 @@ def test_a_pool_that_is_closed_first_stays_mapped_under_the_thread(memory: KvMem
 
 def test_a_closed_one_touches_nothing_and_closes_again(memory: KvMemory) -> None:
     ahead = opened(memory)
-    wait_until_touched(ahead, NUM_AHEAD)
+    wait_until_touched(ahead, NUM_LATER)
     ahead.close()
+    ahead.prompts_under_way(False)
     ahead.blocks_used(NUM_BLOCKS)
     ahead.close()
     assert resident_blocks(memory) == [0, 1]

@@ -30,6 +30,7 @@ from decode_worker.decode_node import DecodeNode
 from decode_worker.prompt_landing import PromptLanding
 from decode_worker.router_session import RouterSession
 from engine.mock_worker import open_mock_engine
+from engine.pages_ahead import PagesAhead
 from engine.worker_engine import WorkerEngine
 from kv_transfer.protocol_limits import ProtocolLimits
 from prefill_worker import handoff_service
@@ -56,6 +57,19 @@ PATIENT = ProtocolLimits(*[BACK_TIMEOUT_S] * 5)  # for progress a prefill worker
 # has; its commit is here, unread; it was read.
 Moment = Literal["computing", "computed", "told", "committed", "landed"]
 MOMENTS: tuple[Moment, ...] = ("computing", "computed", "told", "committed", "landed")
+
+
+class PromptsHeard(PagesAhead):
+    """Of no memory: keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told = [False]  # as it is at the start
+
+    def prompts_under_way(self, are_any: bool) -> None:
+        self.told.append(are_any)
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class LocalChannel:
@@ -161,6 +175,13 @@ class Pair:
         cancel = worker_pb2.CancelRequest(request_id=request_id, fence=1)
         self.decode._sessions._cancel(cancel, self.session)
 
+    def told_of_prompts(self) -> tuple[list[bool], list[bool]]:
+        """What the prefill and the decode worker have said to whoever shall make way while a prompt is under way."""
+        in_prefill, in_decode = self.prefill_parts.pages_ahead, self.decode_parts.pages_ahead
+        assert isinstance(in_prefill, PromptsHeard)
+        assert isinstance(in_decode, PromptsHeard)
+        return in_prefill.told, in_decode.told
+
     async def all_is_back(self) -> None:
         """Nothing is live on either side, every block is free or cached, and no landed block was wrong."""
         deadline_s = time.monotonic() + BACK_TIMEOUT_S
@@ -192,7 +213,7 @@ class Pair:
         )  # fmt: skip
         identity = common_pb2.WorkerIdentity(worker_id=role, incarnation=new_incarnation(), role=ROLES[role])
         context = WorkerContext(settings, identity, SECURITY, None, None)
-        parts = open_mock_engine(context)
+        parts = replace(open_mock_engine(context), pages_ahead=PromptsHeard())
         with_oracle(context, parts)
         return parts, context
 

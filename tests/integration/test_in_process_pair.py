@@ -109,3 +109,22 @@ async def test_kv42_requests_of_one_prompt_let_its_source_go_one_without_the_oth
             await pair.all_is_back()
     assert ends[0] == 0
     assert min(ends[1], ends[2]) > 20, ends
+
+
+async def test_both_workers_say_whether_prompts_are_under_way(tmp_path: Path) -> None:
+    """What is said last is so, also while some prompts have ended and others have not."""
+    said, are_so = [], []
+    async with running_pair(tmp_path, "shm", num_blocks=160) as pair:
+        in_prefill, in_decode = pair.told_of_prompts()
+
+        def note() -> None:
+            said.append((in_prefill[-1], in_decode[-1]))
+            are_so.append(tuple(node.status().active_transfers > 0 for node in (pair.prefill, pair.decode)))
+
+        pair.at = {"computing": note, "committed": note}
+        await asyncio.gather(*(pair.ask(str(number), [number] * 40, 2) for number in range(30)))
+        await pair.all_is_back()
+        note()
+    assert said == are_so
+    assert (True, True) in said
+    assert said[-1] == (False, False)
