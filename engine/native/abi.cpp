@@ -155,7 +155,7 @@ int32_t tandem_matrix_multiply(const TandemMatrix* matrix, const float* x, int32
         std::vector<uint8_t> scratch(linear.packed_bytes(num_rows, packed.k_padded) + 64);
         void* activations = (void*)(((size_t)scratch.data() + 63) / 64 * 64);
         std::vector<uint8_t> expanded(linear.scratch_bytes(num_rows, packed.k_padded) + 64);
-        linear.pack(x, (size_t)packed.k, num_rows, packed.k, packed.k_padded, activations);
+        linear.pack(x, (size_t)packed.k, 0, num_rows, num_rows, packed.k, packed.k_padded, activations);
         linear.multiply(activations, num_rows, packed, 0, packed.panels, out, (size_t)out_stride, false,
                         (void*)(((size_t)expanded.data() + 63) / 64 * 64));
     });

@@ -23,9 +23,10 @@ const TandemModelSpec& checked(const TandemModelSpec& spec) {
 }  // namespace
 
 size_t Workspace::num_bytes() const {
-    size_t bytes = packed.size();
-    for (const auto* part : {&residual, &normed, &qkv, &attended, &activated, &cos, &sin})
+    size_t bytes = packed.size() + packed_gated.size();
+    for (const auto* part : {&residual, &qkv, &attended, &activated, &cos, &sin})
         bytes += part->size() * sizeof(float);
+    for (const auto& part : normed) bytes += part.size() * sizeof(float);
     for (const auto& part : gate_up) bytes += part.size() * sizeof(float);
     for (const auto& scratch : attention) bytes += scratch.size();
     for (const auto& panels : expanded) bytes += panels.size();
@@ -87,7 +88,7 @@ std::vector<const PackedMatrix*> Decoder::matrices() const {
 
 void Decoder::reserve(int rows) {
     if (rows <= work_.rows) return;
-    const size_t n = (size_t)rows, hidden = (size_t)spec_.hidden_size;
+    const size_t n = (size_t)rows;
     size_t packed = 0, expanded = 0;
     for (const PackedMatrix* matrix : matrices()) {
         const LinearKernels& kernel = kernels_.linear_of(*matrix);
@@ -95,12 +96,20 @@ void Decoder::reserve(int rows) {
         expanded = std::max(expanded, kernel.scratch_bytes(rows, matrix->k_padded));
     }
     work_.residual.resize(n * (size_t)padded(spec_.hidden_size));
-    work_.normed.resize(n * hidden);
+    work_.normed.resize((size_t)threads_.size());
+    for (auto& part : work_.normed) part.resize((size_t)kMostRunRows * (size_t)spec_.hidden_size);
     work_.qkv.resize(n * qkv_stride());
     work_.attended.resize(n * (size_t)heads_width());
-    work_.activated.resize(n * (size_t)padded(spec_.intermediate_size));
+    size_t packed_gated = 0, activated = 0, gates = 0;
+    for (const Layer& layer : layers_)
+        if (packs_gates(layer))
+            packed_gated = std::max(packed_gated, kernels_.linear_of(layer.down).packed_bytes(rows, layer.down.k_padded));
+        else
+            activated = n * (size_t)padded(spec_.intermediate_size), gates = std::max(n, (size_t)kGatedRows) * 2 * kPanelOutputs;
+    work_.packed_gated.resize(packed_gated);
+    work_.activated.resize(activated);
     work_.gate_up.resize((size_t)threads_.size());
-    for (auto& part : work_.gate_up) part.resize(std::max(n, (size_t)kGatedRows) * 2 * kPanelOutputs);
+    for (auto& part : work_.gate_up) part.resize(gates);
     work_.cos.resize(n * inverse_frequencies_.size());
     work_.sin.resize(n * inverse_frequencies_.size());
     work_.packed.resize(packed);

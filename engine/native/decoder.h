@@ -34,9 +34,11 @@ constexpr int kGatedRows = 256;
 // Buffers of one step, float32, grown to the largest step seen. `rows` are tokens.
 struct Workspace {
     int rows = 0;
-    LargeVector<float> residual, normed, qkv, attended, activated, cos, sin;
+    LargeVector<float> residual, qkv, attended, activated, cos, sin;
+    std::vector<LargeVector<float>> normed;      // of each thread: rows that are packed together
     std::vector<LargeVector<float>> gate_up;     // of each thread: some panels of gates and of ups
     LargeVector<uint8_t> packed;                 // activations as the kernels read them
+    LargeVector<uint8_t> packed_gated;           // those of the second product of an MLP, where the first one packs them
     std::vector<LargeVector<uint8_t>> expanded;   // weights of each thread, where kernels decode them into memory
     std::vector<LargeVector<uint8_t>> attention;  // scratch of each thread
     std::vector<AttentionTask> tasks;             // of one layer
@@ -92,12 +94,13 @@ class Decoder {
     void reserve(int rows);
     void compute_rotations(const TandemStep& step);
     void embed(const TandemStep& step);
-    void normalise(const std::vector<float>& weight, int rows, const float* x, float* out);
-    void multiply(const PackedMatrix& matrix, const float* x, size_t stride, int rows, float* out, size_t out_stride,
-                  bool add);
-    // The same for the outputs of panels [first_panel, last_panel) alone; `out` is where panel 0's would go.
-    void multiply_panels(const PackedMatrix& matrix, int first_panel, int last_panel, const float* x, size_t stride,
-                         int rows, float* out, size_t out_stride, bool add);
+    void pack_normed(const PackedMatrix& matrix, const std::vector<float>& weight, int rows);
+    void pack(const PackedMatrix& matrix, const float* x, size_t stride, int rows);
+    void multiply_panels(const PackedMatrix& matrix, int first_panel, int last_panel, const uint8_t* packed, int rows,
+                         float* out, size_t out_stride, bool add);
+    void add_to_residual(const PackedMatrix& matrix, const uint8_t* packed, int rows);
+    bool packs_gates(const Layer& layer) const;
+    void run_mlp(const Layer& layer, int rows);
     void multiply_gated(const PackedMatrix& matrix, int rows);
     void rotate_heads(const std::vector<float>& norm, int first_head, int num_heads, int row, float* rows);
     void finish_queries(const Layer& layer, const int32_t* step_rows, int count);

@@ -177,7 +177,7 @@ void DraftChain::multiply(const PackedMatrix& matrix, int rows) {
     const size_t stride = (size_t)padded(spec_.hidden_size);
     scratch_.resize(std::max(scratch_.size(), linear.packed_bytes(rows, matrix.k_padded) + 64));
     void* activations = (void*)(((size_t)scratch_.data() + 63) / 64 * 64);
-    linear.pack(joined_.data(), (size_t)matrix.k, rows, matrix.k, matrix.k_padded, activations);
+    linear.pack(joined_.data(), (size_t)matrix.k, 0, rows, rows, matrix.k, matrix.k_padded, activations);
     inputs_.resize((size_t)rows * stride);
     expanded_.resize(std::max(expanded_.size(), linear.scratch_bytes(rows, matrix.k_padded) + 64));
     void* expanded = (void*)(((size_t)expanded_.data() + 63) / 64 * 64);

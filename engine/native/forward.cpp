@@ -53,29 +53,67 @@ void Decoder::embed(const TandemStep& step) {
     });
 }
 
-void Decoder::normalise(const std::vector<float>& weight, int rows, const float* x, float* out) {
+// Norms of the residual stream as the matrix's kernels read them, run after run of rows: floats of more would leave the caches.
+void Decoder::pack_normed(const PackedMatrix& matrix, const std::vector<float>& weight, int rows) {
+    const LinearKernels& kernel = kernels_.linear_of(matrix);
     const size_t stride = (size_t)padded(spec_.hidden_size), hidden = (size_t)spec_.hidden_size;
-    threads_.split(rows, [&](int first, int last, int) {
-        kernels_.rms_norm(x + (size_t)first * stride, stride, last - first, spec_.hidden_size, weight.data(),
-                          spec_.rms_norm_eps, out + (size_t)first * hidden, hidden);
+    const int run = kernel.run_rows(rows);
+    threads_.split((rows + run - 1) / run, [&](int first_run, int last_run, int thread) {
+        float* normed = work_.normed[(size_t)thread].data();
+        for (int first = first_run * run; first < std::min(rows, last_run * run); first += run) {
+            const int last = std::min(rows, first + run);
+            kernels_.rms_norm(work_.residual.data() + (size_t)first * stride, stride, last - first, spec_.hidden_size,
+                              weight.data(), spec_.rms_norm_eps, normed, hidden);
+            kernel.pack(normed, hidden, first, last, rows, matrix.k, matrix.k_padded, work_.packed.data());
+        }
     });
 }
 
-void Decoder::multiply(const PackedMatrix& matrix, const float* x, size_t stride, int rows, float* out,
-                       size_t out_stride, bool add) {
-    multiply_panels(matrix, 0, matrix.panels, x, stride, rows, out, out_stride, add);
+void Decoder::pack(const PackedMatrix& matrix, const float* x, size_t stride, int rows) {
+    const LinearKernels& kernel = kernels_.linear_of(matrix);
+    const int run = kernel.run_rows(rows);
+    threads_.split((rows + run - 1) / run, [&](int first_run, int last_run, int) {
+        const int first = first_run * run, last = std::min(rows, last_run * run);
+        if (first < last)
+            kernel.pack(x + (size_t)first * stride, stride, first, last, rows, matrix.k, matrix.k_padded, work_.packed.data());
+    });
 }
 
-void Decoder::multiply_panels(const PackedMatrix& matrix, int first_panel, int last_panel, const float* x, size_t stride,
-                              int rows, float* out, size_t out_stride, bool add) {
+// out (+)= W x of activations that are packed, for the outputs of panels [first_panel, last_panel); `out` is where panel 0's
+// would go.
+void Decoder::multiply_panels(const PackedMatrix& matrix, int first_panel, int last_panel, const uint8_t* packed, int rows,
+                              float* out, size_t out_stride, bool add) {
     const LinearKernels& kernel = kernels_.linear_of(matrix);
-    uint8_t* packed = work_.packed.data();
-    kernel.pack(x, stride, rows, matrix.k, matrix.k_padded, packed);
     threads_.split(last_panel - first_panel, [&](int first, int last, int thread) {
         const int panel = first_panel + first;
         kernel.multiply(packed, rows, matrix, panel, first_panel + last, out + (size_t)panel * kPanelOutputs, out_stride,
                         add, work_.expanded[(size_t)thread].data());
     });
+}
+
+void Decoder::add_to_residual(const PackedMatrix& matrix, const uint8_t* packed, int rows) {
+    multiply_panels(matrix, 0, matrix.panels, packed, rows, work_.residual.data(), (size_t)padded(spec_.hidden_size), true);
+}
+
+bool Decoder::packs_gates(const Layer& layer) const {
+    const LinearKernels &gates = kernels_.linear_of(layer.gate_up), &down = kernels_.linear_of(layer.down);
+    return gates.multiply_gated && gates.pack == down.pack;
+}
+
+// residual += down(silu(gate) * up)
+void Decoder::run_mlp(const Layer& layer, int rows) {
+    const PackedMatrix &gates = layer.gate_up, &down = layer.down;
+    pack_normed(gates, layer.mlp_norm, rows);
+    if (!packs_gates(layer)) {
+        multiply_gated(gates, rows);
+        pack(down, work_.activated.data(), (size_t)padded(spec_.intermediate_size), rows);
+        return add_to_residual(down, work_.packed.data(), rows);
+    }
+    threads_.split(gates.panels / 2, [&](int first, int last, int thread) {
+        kernels_.linear_of(gates).multiply_gated(work_.packed.data(), rows, gates, first, last, down.k_padded,
+                                                 work_.packed_gated.data(), work_.expanded[(size_t)thread].data());
+    });
+    add_to_residual(down, work_.packed_gated.data(), rows);
 }
 
 // activated = silu(gate) * up, some panels at a time, so that gates and ups never leave the cache. Of few rows many: weights
@@ -84,8 +122,7 @@ void Decoder::multiply_gated(const PackedMatrix& matrix, int rows) {
     const LinearKernels& kernel = kernels_.linear_of(matrix);
     const size_t inner_stride = (size_t)padded(spec_.intermediate_size);
     const int pairs_at_once = std::max(1, kGatedRows / rows);
-    uint8_t* packed = work_.packed.data();
-    kernel.pack(work_.normed.data(), (size_t)spec_.hidden_size, rows, matrix.k, matrix.k_padded, packed);
+    const uint8_t* packed = work_.packed.data();
     threads_.split(matrix.panels / 2, [&](int first, int last, int thread) {
         float* gates = work_.gate_up[(size_t)thread].data();
         for (int i = first; i < last; i += pairs_at_once) {
@@ -211,8 +248,8 @@ void Decoder::run_layer(const TandemStep& step, int index) {
     const Layer& layer = layers_[(size_t)index];
     const int rows = step.num_tokens;
     const KvLayer kv = kv_layer(index);
-    normalise(layer.attention_norm, rows, work_.residual.data(), work_.normed.data());
-    multiply(layer.qkv, work_.normed.data(), (size_t)spec_.hidden_size, rows, work_.qkv.data(), qkv_stride(), false);
+    pack_normed(layer.qkv, layer.attention_norm, rows);
+    multiply_panels(layer.qkv, 0, layer.qkv.panels, work_.packed.data(), rows, work_.qkv.data(), qkv_stride(), false);
     finish_queries(layer, nullptr, rows);
     write_kv(step, layer, kv);
     for (int b = 0; b < step.num_sequences; ++b) {
@@ -228,17 +265,15 @@ void Decoder::run_layer(const TandemStep& step, int index) {
 void Decoder::run_last_layer(const TandemStep& step) {
     const Layer& layer = layers_.back();
     const int rows = step.num_tokens, count = (int)work_.kept.size();
-    const size_t hidden = (size_t)spec_.hidden_size;
     const int query_panels = heads_width() / kPanelOutputs;
     const KvLayer kv = kv_layer(spec_.num_layers - 1);
-    normalise(layer.attention_norm, rows, work_.residual.data(), work_.normed.data());
-    multiply_panels(layer.qkv, query_panels, layer.qkv.panels, work_.normed.data(), hidden, rows, work_.qkv.data(),
-                    qkv_stride(), false);
+    pack_normed(layer.qkv, layer.attention_norm, rows);
+    multiply_panels(layer.qkv, query_panels, layer.qkv.panels, work_.packed.data(), rows, work_.qkv.data(), qkv_stride(), false);
     write_kv(step, layer, kv);
     if (count == 0) return;
-    keep_rows(work_.normed, hidden);
     keep_rows(work_.residual, (size_t)padded(spec_.hidden_size));
-    multiply_panels(layer.qkv, 0, query_panels, work_.normed.data(), hidden, count, work_.qkv.data(), qkv_stride(), false);
+    pack_normed(layer.qkv, layer.attention_norm, count);
+    multiply_panels(layer.qkv, 0, query_panels, work_.packed.data(), count, work_.qkv.data(), qkv_stride(), false);
     finish_queries(layer, work_.kept.data(), count);
     add_kept_runs(step, kv);
     attend();
@@ -247,12 +282,9 @@ void Decoder::run_last_layer(const TandemStep& step) {
 
 // What follows attention: the rows are added to the residual stream.
 void Decoder::finish_layer(const Layer& layer, int rows) {
-    const size_t residual_stride = (size_t)padded(spec_.hidden_size);
-    multiply(layer.output, work_.attended.data(), (size_t)heads_width(), rows, work_.residual.data(), residual_stride, true);
-    normalise(layer.mlp_norm, rows, work_.residual.data(), work_.normed.data());
-    multiply_gated(layer.gate_up, rows);
-    multiply(layer.down, work_.activated.data(), (size_t)padded(spec_.intermediate_size), rows, work_.residual.data(),
-             residual_stride, true);
+    pack(layer.output, work_.attended.data(), (size_t)heads_width(), rows);
+    add_to_residual(layer.output, work_.packed.data(), rows);
+    run_mlp(layer, rows);
 }
 
 void Decoder::choose_kept_rows(const TandemStep& step) {

@@ -7,18 +7,26 @@
 
 namespace tandem {
 
+constexpr int kMostRunRows = 16;
+
 // A product out[m, :] (+)= x[m, :] * W^T in two steps, so that matrices with the same input share the first.
 struct LinearKernels {
     // Bytes that `pack` writes for `rows` activations of k_padded inputs.
     size_t (*packed_bytes)(int rows, int k_padded);
-    // Brings x [rows, k] (float32, row stride `stride`) into the form that `multiply` reads.
-    void (*pack)(const float* x, size_t stride, int rows, int k, int k_padded, void* packed);
+    // Rows that lie together in the form that `multiply` reads, at most kMostRunRows.
+    int (*run_rows)(int rows);
+    // Brings rows [first, last) of `rows` into that form: whole runs. x [last - first, k] is float32, rows `stride` apart.
+    void (*pack)(const float* x, size_t stride, int first, int last, int rows, int k, int k_padded, void* packed);
     // Bytes of scratch memory, aligned to 64, that one thread's `multiply` needs.
     size_t (*scratch_bytes)(int rows, int k_padded);
     // Computes outputs of panels [first, last) for all rows; `out` is where the first panel's go. A row's sums do not
     // depend on `rows`. Null: this instruction set has no kernel for the format.
     void (*multiply)(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel, float* out,
                      size_t out_stride, bool add, void* scratch);
+    // Computes pairs [first, last) of panels of gates and ups, and puts silu(gate) * up at its place among activations of
+    // `gated_k_padded` inputs, packed as `pack` does. Null: sums go by way of floats.
+    void (*multiply_gated)(const void* packed, int rows, const PackedMatrix& w, int first_pair, int last_pair,
+                           int gated_k_padded, void* gated, void* scratch) = nullptr;
 };
 
 enum class KvType : int32_t { kF32 = 0, kBf16 = 1 };

@@ -40,12 +40,12 @@ void Decoder::compute_logits(const TandemStep& step, float* logits, size_t logit
     if (rows == 0) return;
     const size_t stride = (size_t)padded(spec_.hidden_size);
     for (int i = 0; i < rows; ++i)
-        normalise(final_norm_, 1, work_.residual.data() + (size_t)work_.logit_places[(size_t)i] * stride,
-                  hidden + (size_t)i * spec_.hidden_size);
+        kernels_.rms_norm(work_.residual.data() + (size_t)work_.logit_places[(size_t)i] * stride, stride, 1, spec_.hidden_size,
+                          final_norm_.data(), spec_.rms_norm_eps, hidden + (size_t)i * spec_.hidden_size, 0);
     const PackedMatrix& head = output_.data ? output_ : embedding_;
     const LinearKernels& kernel = kernels_.linear_of(head);
     uint8_t* packed = work_.packed.data();
-    kernel.pack(hidden, (size_t)spec_.hidden_size, rows, head.k, head.k_padded, packed);
+    kernel.pack(hidden, (size_t)spec_.hidden_size, 0, rows, rows, head.k, head.k_padded, packed);
     work_.peaks.assign((size_t)threads_.size() * rows, Peak{});
     threads_.split(head.panels, [&](int first, int last, int thread) {
         Peak* peaks = work_.peaks.data() + (size_t)thread * rows;

@@ -41,12 +41,15 @@ SMALL_QWEN2 = replace(SMALL_LLAMA, architecture="qwen2", attention_bias=True, ti
 SMALL_QWEN3 = replace(SMALL_LLAMA, architecture="qwen3", qk_norm=True, head_dim=64, num_heads=4, num_kv_heads=4)
 WIDE_HEADS = replace(SMALL_LLAMA, head_dim=128, num_heads=2, num_kv_heads=1, hidden_size=160)
 SMALL_WINDOW = replace(SMALL_LLAMA, sliding_window=40)
+# More inputs than kernels keep of a panel at once, and gates for half a line of the next product's activations.
+BROAD = replace(SMALL_LLAMA, hidden_size=640, intermediate_size=80)
 MODELS = {
     "llama": SMALL_LLAMA,
     "qwen2-bias": SMALL_QWEN2,
     "qwen3-norm": SMALL_QWEN3,
     "wide-heads": WIDE_HEADS,
     "window": SMALL_WINDOW,
+    "broad": BROAD,
 }
 
 

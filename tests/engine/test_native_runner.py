@@ -67,7 +67,7 @@ def test_any_block_size_gives_the_same_logits(isa: str, block_tokens: int) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "window", "qwen3-norm", "wide-heads"])
+@pytest.mark.parametrize("name", ["llama", "window", "qwen3-norm", "wide-heads", "broad"])
 def test_a_row_does_not_depend_on_batch_or_chunks(isa: str, dtype: str, name: str) -> None:
     """Bit for bit: the same tokens in one chunk, in ragged chunks, and one by one beside other sequences."""
     config = MODELS[name]

@@ -22,7 +22,7 @@ bool amx_self_test() {
     w.panels = 1;
     w.panel_bytes = sizeof weights;
     w.data = (uint8_t*)weights;
-    TileActivations::pack(x[0], kInputs, kRows, kInputs, kInputs, packed);
+    TileActivations::pack(x[0], kInputs, 0, kRows, kRows, kInputs, kInputs, packed);
     TileLinear<PlainTiles>::multiply(packed, kRows, w, 0, 1, out[0], kPanelOutputs, false, nullptr);
     for (int row = 0; row < kRows; ++row)
         for (int n = 0; n < kPanelOutputs; ++n) {

@@ -157,7 +157,7 @@ struct Compressed {
 #endif
 };
 
-constexpr LinearKernels kCompressedLinear = {&Dense<DotBf16>::packed_bytes, &pack_dense<DotBf16>,
+constexpr LinearKernels kCompressedLinear = {&Dense<DotBf16>::packed_bytes, &dense_run_rows<DotBf16>, &pack_dense<DotBf16>,
                                              &Compressed::scratch_bytes, &Compressed::multiply};
 
 }  // namespace

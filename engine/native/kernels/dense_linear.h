@@ -207,17 +207,23 @@ inline void pack_rows(const float* x, size_t stride, RowBlocks blocks, int rows,
 }
 
 template <class Dot>
-inline void pack_dense(const float* x, size_t stride, int rows, int k, int k_padded, void* packed) {
-    const RowBlocks blocks = linear_blocks<Dot>(rows);
-    if constexpr (Dot::kParts == 2)
-        pack_floats<true>(x, stride, blocks, rows, k, k_padded, (float*)packed);
-    else
-        pack_rows(x, stride, blocks, rows, k, k_padded, (typename Dot::Activation*)packed);
+inline int dense_run_rows(int rows) {
+    return linear_blocks<Dot>(rows).size;
 }
 
 template <class Dot>
-constexpr LinearKernels kDenseLinear = {&Dense<Dot>::packed_bytes, &pack_dense<Dot>, &Dense<Dot>::scratch_bytes,
-                                        &Dense<Dot>::multiply};
+inline void pack_dense(const float* x, size_t stride, int first, int last, int rows, int k, int k_padded, void* packed) {
+    const RowBlocks blocks = linear_blocks<Dot>(rows);
+    typename Dot::Activation* to = (typename Dot::Activation*)packed + (size_t)first * activations_of<Dot>(k_padded);
+    if constexpr (Dot::kParts == 2)
+        pack_floats<true>(x, stride, blocks, last - first, k, k_padded, to);
+    else
+        pack_rows(x, stride, blocks, last - first, k, k_padded, to);
+}
+
+template <class Dot>
+constexpr LinearKernels kDenseLinear = {&Dense<Dot>::packed_bytes, &dense_run_rows<Dot>, &pack_dense<Dot>,
+                                        &Dense<Dot>::scratch_bytes, &Dense<Dot>::multiply};
 constexpr LinearKernels kF32Linear = kDenseLinear<DotF32>;
 constexpr LinearKernels kBf16Linear = kDenseLinear<DotBf16>;
 

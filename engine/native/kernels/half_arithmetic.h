@@ -174,11 +174,14 @@ struct HalfRounding {
     }
 };
 
-inline void pack_half(const float* x, size_t stride, int rows, int k, int k_padded, void* packed) {
-    float* exponents = (float*)packed;
-    for (int row = 0; row < rows; ++row) exponents[row] = -half_exponent(x + row * stride, k);
-    pack_lines(x, stride, half_blocks(rows), rows, k, k_padded, (uint32_t*)packed + HalfActivations::head_floats(rows),
-               HalfRounding{exponents});
+inline int half_run_rows(int rows) { return half_blocks(rows).size; }
+
+inline void pack_half(const float* x, size_t stride, int first, int last, int rows, int k, int k_padded, void* packed) {
+    float* exponents = (float*)packed + first;
+    const int count = last - first;
+    for (int row = 0; row < count; ++row) exponents[row] = -half_exponent(x + row * stride, k);
+    uint32_t* pairs = (uint32_t*)packed + HalfActivations::head_floats(rows) + (size_t)first * (size_t)(k_padded / 2);
+    pack_lines(x, stride, half_blocks(rows), count, k, k_padded, pairs, HalfRounding{exponents});
 }
 
 }  // namespace

@@ -305,7 +305,7 @@ struct HalfLinear {
 };
 
 template <class Kept>
-constexpr LinearKernels kHalfLinear = {&HalfActivations::bytes, &pack_half, &HalfLinear<Kept>::scratch_bytes,
+constexpr LinearKernels kHalfLinear = {&HalfActivations::bytes, &half_run_rows, &pack_half, &HalfLinear<Kept>::scratch_bytes,
                                        &HalfLinear<Kept>::multiply};
 
 }  // namespace

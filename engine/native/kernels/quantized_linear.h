@@ -161,12 +161,13 @@ struct BlockFormat {
         return bits;
     }
 
+    static int run_rows(int rows) { return quantized_blocks(rows).size; }
     // k is k_padded: formats of blocks take nothing else.
-    static void pack(const float* x, size_t stride, int rows, int, int k_padded, void* packed) {
-        uint32_t* to = (uint32_t*)packed;
-        const RowBlocks blocks = quantized_blocks(rows);
-        for (int row = 0; row < rows; row += blocks.size) {
-            const int mr = row + blocks.size <= rows ? blocks.size : rows - row;
+    static void pack(const float* x, size_t stride, int first_row, int last_row, int rows, int, int k_padded, void* packed) {
+        uint32_t* to = (uint32_t*)packed + first_row * row_words(k_padded);
+        const int size = run_rows(rows), count = last_row - first_row;
+        for (int row = 0; row < count; row += size) {
+            const int mr = row + size <= count ? size : count - row;
             for (int first = 0; first < k_padded; first += kBlockInputs, to += (size_t)kPackedBlockWords * mr)
                 for (int m = 0; m < mr; ++m) {
                     uint32_t words[kBlockWords];
@@ -182,7 +183,7 @@ struct BlockFormat {
 };
 
 template <class Format>
-constexpr LinearKernels kQuantizedLinear = {&Quantized<Format>::packed_bytes, &Format::pack, &no_scratch,
+constexpr LinearKernels kQuantizedLinear = {&Quantized<Format>::packed_bytes, &Format::run_rows, &Format::pack, &no_scratch,
                                             &Quantized<Format>::multiply};
 
 using Q4_0Format = BlockFormat<4, 8, false>;

@@ -1,240 +1,247 @@
-// Linear layers with BF16 weights on AMX tiles, weights plain or in 12 bits (compressed_panel.h). Every output is one chain of
-// tile products in order of k, whichever way below computes it: a row's result does not depend on the batch.
+// Linear layers with BF16 weights on AMX tiles, weights plain or in 12 bits. Every output is one chain of tile products in
+// order of k, whichever way below computes it: a row's result does not depend on the batch.
 //
-// Few rows: two panels are read once, tile by tile; weights of 12 bits become a tile in the first cache on the way. Many
-// rows: a part of two panels stays in the first cache while blocks of 32 rows are multiplied with it, and the next pair's
-// bytes are fetched meanwhile.
+// Few rows: two panels are read once, tile by tile. Many rows: a part of two panels stays in the first cache while blocks of
+// 32 rows are multiplied with it. Tile products leave the vector units idle, so the next part is made and the sums of the
+// block before are worked on meanwhile, a little at each step.
 #pragma once
-#include "kernels/compressed_groups.h"
-#include "kernels/dense_linear.h"
+#include "kernels/panel_tiles.h"
+#include "kernels/tile_gates.h"
 #include "kernels/tile_products.h"
 
 namespace {
 
-constexpr int kTileInputs = 32;
-constexpr int kBlockRows = 2 * kTileRows;     // of one product of four tiles; so many are few
-constexpr int kPairFloats = 2 * kPanelOutputs;
-constexpr int kTileGroups = kTileInputs / kGroupInputs;
-constexpr int kMostPartSteps = 18;            // of 32 inputs: 36 KB of a pair in a first cache of 48 KB
+constexpr int kStoringSteps = 2;              // after which the sums of the block before have reached the cache
 constexpr size_t kTileCachedBytes = 1 << 20;  // of activations, in a second cache of 2 MB
-constexpr size_t kStreamedAhead = 2048;       // bytes of a panel
 
-// Packed activations: [tile of up to 16 rows][32 inputs][rows][64 bytes].
-struct TileActivations {
-    const uint8_t* data;
-    int rows, steps;
+// Sums go to rows of floats, and stay there.
+struct RowSink {
+    float* out;
+    size_t out_stride;
+    int first_panel;
+    bool add;
 
-    static size_t bytes(int rows, int k_padded) { return (size_t)rows * (size_t)k_padded * 2; }
-
-    static void pack(const float* x, size_t stride, int rows, int k, int k_padded, void* packed) {
-        uint8_t* to = (uint8_t*)packed;
-        for (int first = 0; first < rows; first += kTileRows) {
-            const int count = first + kTileRows <= rows ? kTileRows : rows - first;
-            const size_t step_bytes = count * kRowBytes;
-            for (int m = 0; m < count; ++m) {
-                const float* from = x + (size_t)(first + m) * stride;
-                uint8_t* line = to + m * kRowBytes;
-                int input = 0;
-                for (; input + kTileInputs <= k; input += kTileInputs, line += step_bytes)
-                    vstore_bf16_pair((uint16_t*)line, vload(from + input), vload(from + input + kWidth));
-                for (; input < k_padded; input += kTileInputs, line += step_bytes)
-                    round_row(from + input, k - input, kTileInputs, (uint16_t*)line);
-            }
-            to += step_bytes * (size_t)(k_padded / kTileInputs);
-        }
-    }
-
-    int count(int row) const { return row + kTileRows <= rows ? kTileRows : rows - row; }
-    // The tile of rows from `row` (a multiple of 16) on, from `step` on.
-    const uint8_t* tile(int row, int step) const {
-        return data + ((size_t)row * steps + (size_t)step * count(row)) * kRowBytes;
-    }
-};
-
-// Lines of a streamed panel, fetched ahead into the first cache; the second one's own prefetcher follows.
-inline __attribute__((always_inline)) void fetch_lines(const uint8_t* at, size_t num_bytes) {
-    for (size_t line = 0; line < num_bytes; line += kRowBytes) __builtin_prefetch(at + line + kStreamedAhead, 0, 3);
-}
-
-// The tiles of a panel, one after another.
-struct PlainTiles {
-    const uint8_t* at;
-    PlainTiles(const PackedMatrix& w, int panel) : at(w.panel(panel)) {}
-    inline __attribute__((always_inline)) const uint8_t* next() {
-        fetch_lines(at, kTileBytes);
-        at += kTileBytes;
-        return at - kTileBytes;
-    }
-    // Tiles of a part of a panel: where they are, or in `scratch`.
-    static const uint8_t* part(const PackedMatrix& w, int panel, int first_step, int, uint8_t*) {
-        return w.panel(panel) + first_step * kTileBytes;
-    }
-};
-
-// Of 12 bits: each becomes BF16 a few tiles before it is used, so that its stores are done when it is loaded.
-struct CompressedTiles {
-    static constexpr int kLead = 2, kRing = 4;
-    alignas(64) uint8_t ring[kRing][kTileBytes];
-    const CompressedHeader& header;
-    const int steps;
-    const I table;
-    const uint8_t* at;
-    const HighByteException *exception, *end;
-    int decoded = 0, used = 0;
-
-    CompressedTiles(const PackedMatrix& w, int panel)
-        : header(*(const CompressedHeader*)w.panel(panel)),
-          steps(w.k_padded / kTileInputs),
-          table(load_table(header)),
-          at(w.panel(panel) + sizeof(CompressedHeader)),
-          exception(header.exceptions),
-          end(exception + header.num_exceptions) {}
-
-    inline __attribute__((always_inline)) void decode() {
-        uint8_t* to = ring[decoded % kRing];
-        fetch_lines(at, kTileGroups * kGroupBytes);
-        if (__builtin_expect(header.plain != nullptr, 0)) {
-            __builtin_memcpy(to, header.plain + decoded * kTileBytes, kTileBytes);
-        } else {
-            decode_groups(at, kTileGroups, table, to);
-            exception = put_exceptions(exception, end, decoded * kTileGroups, kTileGroups, to);
-        }
-        at += kTileGroups * kGroupBytes;
-        ++decoded;
-    }
-    inline __attribute__((always_inline)) const uint8_t* next() {
-        while (decoded < steps && decoded <= used + kLead) decode();
-        return ring[used++ % kRing];
-    }
-    static const uint8_t* part(const PackedMatrix& w, int panel, int first_step, int steps, uint8_t* scratch) {
-        const CompressedHeader& header = *(const CompressedHeader*)w.panel(panel);
-        if (header.plain) return header.plain + first_step * kTileBytes;
-        const int first = first_step * kTileGroups, groups = steps * kTileGroups;
-        decode_groups(w.panel(panel) + sizeof header + first * kGroupBytes, groups, load_table(header), scratch);
-        const HighByteException *exception = header.exceptions, *end = exception + header.num_exceptions;
-        while (exception < end && exception->group < first) ++exception;
-        put_exceptions(exception, end, first, groups, scratch);
-        return scratch;
-    }
-};
-
-// Fetches the next pair's bytes into the second cache, an equal share at each step of this pair's products: more at a time
-// would wait for each other.
-struct NextPair {
-    const uint8_t *at, *end;
-    size_t share;
-    NextPair(const PackedMatrix& w, int panel, int steps)
-        : at(w.panel(panel < w.panels ? panel : w.panels)),
-          end(w.panel(panel + 2 < w.panels ? panel + 2 : w.panels)),
-          share(((size_t)(end - at) / (size_t)steps + kRowBytes) / kRowBytes * kRowBytes) {}
-    inline __attribute__((always_inline)) void fetch_some() {
-        for (size_t byte = 0; byte < share && at < end; byte += kRowBytes, at += kRowBytes) __builtin_prefetch(at, 0, 2);
-    }
+    float* sums(int row, int panel) const { return out + (size_t)row * out_stride + (size_t)(panel - first_panel) * kPanelOutputs; }
+    size_t stride() const { return out_stride; }
+    bool adds() const { return add; }
+    static constexpr size_t kNextPair = kPairFloats;
+    void finished(int, int, int) {}
+    void turn() {}
 };
 
 template <class Tiles>
 struct TileLinear {
-    static size_t scratch_bytes(int rows, int) {
-        return rows > kBlockRows ? 2 * kMostPartSteps * kTileBytes : 0;
+    static size_t scratch_bytes(int rows, int k_padded) {
+        return parts_bytes(rows) + GateSink::sums_floats(rows, blocks_are_whole(rows, k_padded)) * sizeof(float);
     }
 
     static void multiply(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel, float* out,
                          size_t out_stride, bool add, void* scratch) {
-        const TileActivations a = {(const uint8_t*)packed, rows, w.k_padded / kTileInputs};
-        if (rows <= kBlockRows) return multiply_few(a, w, first_panel, last_panel, out, out_stride, add);
-        const int blocks = (rows + kBlockRows - 1) / kBlockRows, fit = (int)(kTileCachedBytes / ((size_t)w.k_padded * 2 * kBlockRows));
-        const int groups = fit > 1 ? (blocks + fit - 1) / fit : blocks, group = (blocks + groups - 1) / groups * kBlockRows;
-        for (int first = 0; first < rows; first += group)
-            for (int p = first_panel; p < last_panel; p += 2)
-                multiply_pair(a, first, first + group < rows ? first + group : rows, w, p, last_panel,
-                              out + (size_t)(p - first_panel) * kPanelOutputs, out_stride, add, (uint8_t*)scratch);
+        RowSink sink = {out, out_stride, first_panel, add};
+        run(packed, rows, w, first_panel, last_panel, sink, scratch);
+    }
+
+    static void multiply_gated(const void* packed, int rows, const PackedMatrix& w, int first_pair, int last_pair,
+                               int gated_k_padded, void* gated, void* scratch) {
+        float* sums = (float*)((uint8_t*)scratch + parts_bytes(rows));
+        GateSink sink({nullptr, rows, gated_k_padded / kTileInputs}, (uint8_t*)gated, w.panels / 2, sums,
+                      blocks_are_whole(rows, w.k_padded));
+        run(packed, rows, w, 2 * first_pair, 2 * last_pair, sink, scratch);
+        sink.flush();
     }
 
   private:
-    static void multiply_few(const TileActivations& a, const PackedMatrix& w, int first_panel, int last_panel, float* out,
-                             size_t out_stride, bool add) {
+    using PartAhead = typename Tiles::PartAhead;
+    static constexpr size_t kPartBytes = 2 * kMostPartSteps * kTileBytes;
+
+    // Two parts: one in use, one in the making.
+    static size_t parts_bytes(int rows) { return rows > kBlockRows ? 2 * kPartBytes : 0; }
+    static bool blocks_are_whole(int rows, int k_padded) {
+        return rows <= kBlockRows || k_padded / kTileInputs <= kMostPartSteps;
+    }
+
+    template <class Sink>
+    static void run(const void* packed, int rows, const PackedMatrix& w, int first_panel, int last_panel, Sink& sink,
+                    void* scratch) {
+        const TileActivations a = {(const uint8_t*)packed, rows, w.k_padded / kTileInputs};
+        if (rows <= kBlockRows)
+            multiply_few(a, w, first_panel, last_panel, sink);
+        else
+            multiply_many(a, w, first_panel, last_panel, sink, (uint8_t*)scratch);
+    }
+
+    template <class Sink>
+    static void multiply_few(const TileActivations& a, const PackedMatrix& w, int first_panel, int last_panel, Sink& sink) {
         const int upper = a.count(0), lower = a.rows > kTileRows ? a.count(kTileRows) : upper;
         [[maybe_unused]] const TileSession session(upper, lower);
-        const auto pair = a.rows > kTileRows ? &stream<2, 2> : &stream<1, 2>;
-        const auto single = a.rows > kTileRows ? &stream<2, 1> : &stream<1, 1>;
-        for (int p = first_panel; p < last_panel; p += 2, out += kPairFloats)
-            (p + 1 < last_panel ? pair : single)(a, w, p, out, out_stride, add);
+        (a.rows > kTileRows ? &stream_panels<2, Sink> : &stream_panels<1, Sink>)(a, w, first_panel, last_panel, sink);
+    }
+    template <int RT, class Sink>
+    static void stream_panels(const TileActivations& a, const PackedMatrix& w, int panel, int last_panel, Sink& shared_sink) {
+        Sink sink = shared_sink;
+        if constexpr (RT == 1)
+            for (; panel + 3 < last_panel; panel += 4) {
+                stream_four(a, w, panel, sink);
+                sink.finished(0, panel, 2);
+            }
+        for (; panel + 1 < last_panel; panel += 2) {
+            stream<RT, 2>(a, w, panel, sink);
+            sink.finished(0, panel, 1);
+        }
+        if (panel < last_panel) {
+            stream<RT, 1>(a, w, panel, sink);
+            sink.finished(0, panel, 1);
+        }
+        shared_sink = sink;
+    }
+
+    // Up to 16 rows times four panels: the more are read side by side, the better memory keeps up.
+    template <class Sink>
+    static inline __attribute__((always_inline)) void stream_four(const TileActivations& a, const PackedMatrix& w, int panel, Sink& sink) {
+        Tiles first(w, panel, 4), second(w, panel + 1, 4), third(w, panel + 2, 4), fourth(w, panel + 3, 4);
+        const uint8_t* rows = a.tile(0, 0);
+        const size_t row_bytes = a.count(0) * kRowBytes, stride = sink.stride() * sizeof(float);
+        float *sums = sink.sums(0, panel), *next_sums = sums + Sink::kNextPair;
+        if (sink.adds()) {
+            tile_load<0>(sums, stride);
+            tile_load<1>(sums + kPanelOutputs, stride);
+            tile_load<2>(next_sums, stride);
+            tile_load<3>(next_sums + kPanelOutputs, stride);
+        } else {
+            tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+        }
+        for (int step = 0; step < a.steps; ++step) {
+            tile_load<4>(rows + step * row_bytes, kRowBytes);
+            tile_load<6>(first.next(), kRowBytes);
+            tile_dot<0, 4, 6>();
+            tile_load<7>(second.next(), kRowBytes);
+            tile_dot<1, 4, 7>();
+            tile_load<6>(third.next(), kRowBytes);
+            tile_dot<2, 4, 6>();
+            tile_load<7>(fourth.next(), kRowBytes);
+            tile_dot<3, 4, 7>();
+            if (step >= kStoringSteps) sink.turn();
+        }
+        tile_store<0>(sums, stride);
+        tile_store<1>(sums + kPanelOutputs, stride);
+        tile_store<2>(next_sums, stride);
+        tile_store<3>(next_sums + kPanelOutputs, stride);
     }
 
     // All rows, RT tiles, times PT panels that come from memory.
-    template <int RT, int PT>
-    static void stream(const TileActivations& a, const PackedMatrix& w, int panel, float* out, size_t out_stride, bool add) {
-        Tiles first(w, panel), second(w, panel + PT - 1);
+    template <int RT, int PT, class Sink>
+    static inline __attribute__((always_inline)) void stream(const TileActivations& a, const PackedMatrix& w, int panel, Sink& sink) {
+        Tiles first(w, panel, PT), second(w, panel + PT - 1, PT);
         const uint8_t *upper = a.tile(0, 0), *lower = RT == 2 ? a.tile(kTileRows, 0) : nullptr;
         const size_t upper_bytes = a.count(0) * kRowBytes, lower_bytes = RT == 2 ? a.count(kTileRows) * kRowBytes : 0;
-        start_sums<RT, PT>(out, out_stride, add);
+        float* sums = sink.sums(0, panel);
+        start_sums<RT, PT>(sums, sink.stride(), sink.adds());
         for (int step = 0; step < a.steps; ++step) {
             tile_load<6>(first.next(), kRowBytes);
             if constexpr (PT == 2) tile_load<7>(second.next(), kRowBytes);
             tile_load<4>(upper + step * upper_bytes, kRowBytes);
             if constexpr (RT == 2) tile_load<5>(lower + step * lower_bytes, kRowBytes);
             add_products<RT, PT>();
+            if (step >= kStoringSteps) sink.turn();
         }
-        store_sums<RT, PT>(out, out_stride);
+        store_sums<RT, PT>(sums, sink.stride());
     }
 
-    // A part of two panels.
-    struct Pair {
-        const uint8_t *first, *second;
-    };
-    using Product = void (*)(const TileActivations&, int, int, int, const Pair&, NextPair&, float*, size_t, bool);
-
-    // Rows [first, last) times a pair, part after part.
-    static void multiply_pair(const TileActivations& a, int first, int last, const PackedMatrix& w, int panel, int last_panel,
-                              float* out, size_t out_stride, bool add, uint8_t* scratch) {
-        const bool both = panel + 1 < last_panel;
+    // Rows in groups whose activations stay in the second cache.
+    template <class Sink>
+    static void multiply_many(const TileActivations& a, const PackedMatrix& w, int first_panel, int last_panel, Sink& sink,
+                              uint8_t* scratch) {
+        const int blocks = (a.rows + kBlockRows - 1) / kBlockRows;
+        const int fit = (int)(kTileCachedBytes / ((size_t)w.k_padded * 2 * kBlockRows));
+        const int groups = fit > 1 ? (blocks + fit - 1) / fit : blocks, group = (blocks + groups - 1) / groups * kBlockRows;
         const int parts = (a.steps + kMostPartSteps - 1) / kMostPartSteps, part_steps = (a.steps + parts - 1) / parts;
-        const int whole = first + (last - first) / kBlockRows * kBlockRows, rest = last - whole;
-        NextPair next(w, panel + 2, a.steps * ((last - first + kBlockRows - 1) / kBlockRows));
-        for (int step = 0; step < a.steps; step += part_steps) {
-            const int steps = step + part_steps <= a.steps ? part_steps : a.steps - step;
-            const uint8_t* upper = Tiles::part(w, panel, step, steps, scratch);
-            const Pair pair = {upper, both ? Tiles::part(w, panel + 1, step, steps, scratch + kMostPartSteps * kTileBytes) : upper};
-            const auto multiply = [&](Product product, int row, int end) {
-                for (; row < end; row += kBlockRows)
-                    product(a, row, step, steps, pair, next, out + (size_t)row * out_stride, out_stride, add || step > 0);
-            };
-            if (whole > first) {
-                [[maybe_unused]] const TileSession session;
-                multiply(both ? &multiply_part<2, 2> : &multiply_part<2, 1>, first, whole);
-            }
-            if (rest > 0) {
-                [[maybe_unused]] const TileSession session(a.count(whole), rest > kTileRows ? rest - kTileRows : rest);
-                const Product two = both ? &multiply_part<2, 2> : &multiply_part<2, 1>;
-                const Product one = both ? &multiply_part<1, 2> : &multiply_part<1, 1>;
-                multiply(rest > kTileRows ? two : one, whole, last);
-            }
+        const auto place = [&](int panel, int step) {
+            return PartPlace{panel, step, step + part_steps <= a.steps ? part_steps : a.steps - step, panel + 1 < last_panel};
+        };
+        int slot = 0;
+        PartAhead ahead(w, place(first_panel, 0), 1, scratch);
+        for (int first = 0; first < a.rows; first += group) {
+            const int last = first + group < a.rows ? first + group : a.rows;
+            for (int panel = first_panel; panel < last_panel; panel += 2)
+                for (int step = 0; step < a.steps; step += part_steps) {
+                    const PartPlace here = place(panel, step);
+                    const Part part = ahead.finish();
+                    slot = 1 - slot;
+                    const int turns = (last - first + kBlockRows - 1) / kBlockRows * here.steps;
+                    uint8_t* next = scratch + slot * kPartBytes;
+                    if (step + part_steps < a.steps)
+                        ahead = PartAhead(w, place(panel, step + part_steps), turns, next);
+                    else if (panel + 2 < last_panel)
+                        ahead = PartAhead(w, place(panel + 2, 0), turns, next);
+                    else if (last < a.rows)
+                        ahead = PartAhead(w, place(first_panel, 0), turns, next);
+                    else
+                        ahead = PartAhead();
+                    multiply_rows(a, first, last, here, part, ahead, sink);
+                }
         }
+    }
+
+    // What goes on beside products of a part.
+    template <class Sink>
+    struct Beside {
+        PartAhead ahead;
+        Sink sink;
+    };
+
+    // Rows [first, last) times a part.
+    template <class Sink>
+    static void multiply_rows(const TileActivations& a, int first, int last, const PartPlace& place, const Part& part,
+                              PartAhead& ahead, Sink& sink) {
+        using Product = void (*)(const TileActivations&, int, const PartPlace&, const Part&, Beside<Sink>&);
+        const int whole = first + (last - first) / kBlockRows * kBlockRows, rest = last - whole;
+        const bool is_last_part = place.step + place.steps == a.steps;
+        Beside<Sink> beside = {ahead, sink};
+        const auto multiply = [&](Product product, int row, int end) {
+            for (; row < end; row += kBlockRows) {
+                product(a, row, place, part, beside);
+                if (is_last_part) beside.sink.finished(row, place.panel, 1);
+            }
+        };
+        if (whole > first) {
+            [[maybe_unused]] const TileSession session;
+            multiply(place.both ? &multiply_part<2, 2, Sink> : &multiply_part<2, 1, Sink>, first, whole);
+        }
+        if (rest > 0) {
+            [[maybe_unused]] const TileSession session(a.count(whole), rest > kTileRows ? rest - kTileRows : rest);
+            const Product two = place.both ? &multiply_part<2, 2, Sink> : &multiply_part<2, 1, Sink>;
+            const Product one = place.both ? &multiply_part<1, 2, Sink> : &multiply_part<1, 1, Sink>;
+            multiply(rest > kTileRows ? two : one, whole, last);
+        }
+        ahead = beside.ahead;
+        sink = beside.sink;
     }
 
     // RT tiles of rows times a part that stays in the first cache; the activations pass by it.
-    template <int RT, int PT>
-    static void multiply_part(const TileActivations& a, int row, int step, int steps, const Pair& pair, NextPair& next_pair,
-                              float* out, size_t out_stride, bool go_on) {
-        NextPair next = next_pair;
-        const uint8_t *upper = a.tile(row, step), *lower = RT == 2 ? a.tile(row + kTileRows, step) : nullptr;
+    template <int RT, int PT, class Sink>
+    static void multiply_part(const TileActivations& a, int row, const PartPlace& place, const Part& part,
+                              Beside<Sink>& shared_beside) {
+        Beside<Sink> beside = shared_beside;
+        const uint8_t *upper = a.tile(row, place.step), *lower = RT == 2 ? a.tile(row + kTileRows, place.step) : nullptr;
         const size_t upper_bytes = a.count(row) * kRowBytes, lower_bytes = RT == 2 ? a.count(row + kTileRows) * kRowBytes : 0;
-        start_sums<RT, PT>(out, out_stride, go_on);
-        for (int i = 0; i < steps; ++i) {
-            next.fetch_some();
+        float* sums = beside.sink.sums(row, place.panel);
+        start_sums<RT, PT>(sums, beside.sink.stride(), beside.sink.adds() || place.step > 0);
+        for (int i = 0; i < place.steps; ++i) {
             tile_load_passing<4>(upper + i * upper_bytes, kRowBytes);
-            tile_load<6>(pair.first + i * kTileBytes, kRowBytes);
-            if constexpr (PT == 2) tile_load<7>(pair.second + i * kTileBytes, kRowBytes);
+            tile_load<6>(part.first + i * kTileBytes, kRowBytes);
+            if constexpr (PT == 2) tile_load<7>(part.second + i * kTileBytes, kRowBytes);
             if constexpr (RT == 2) tile_load_passing<5>(lower + i * lower_bytes, kRowBytes);
             add_products<RT, PT>();
+            beside.ahead.turn();
+            if (i >= kStoringSteps) beside.sink.turn();
         }
-        store_sums<RT, PT>(out, out_stride);
-        next_pair = next;
+        store_sums<RT, PT>(sums, beside.sink.stride());
+        shared_beside = beside;
     }
 };
 
 template <class Tiles>
-constexpr LinearKernels kTileLinear = {&TileActivations::bytes, &TileActivations::pack, &TileLinear<Tiles>::scratch_bytes,
-                                       &TileLinear<Tiles>::multiply};
+constexpr LinearKernels kTileLinear = {&TileActivations::bytes, &TileActivations::run_rows, &TileActivations::pack,
+                                       &TileLinear<Tiles>::scratch_bytes, &TileLinear<Tiles>::multiply, &TileLinear<Tiles>::multiply_gated};
 
 }  // namespace
