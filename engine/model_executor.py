@@ -14,7 +14,7 @@ from engine.logprobs import position_logprobs
 from engine.request import EngineLimits, PositionLogprobs
 from engine.sampler import SampleRow, SamplerState, sample, sample_greedily
 from engine.sequence import Sequence
-from engine.step import LayerCallback, ModelRunner, StepInput
+from engine.step import LayerCallback, ModelRunner
 from engine.step_builder import StepBuilder, num_prompt_targets
 from engine.step_plan import ScheduledChunk
 
@@ -48,18 +48,15 @@ class ModelExecutor:
         self._runner = runner
         self._kv = kv
         self._tap_layers = tap_layers
-        self._builder = StepBuilder(limits, block_tokens)
+        self._builder = StepBuilder(limits, block_tokens, self._want_only_most_likely)
         self._sampler_states: dict[Sequence, SamplerState] = {}
-        # The last step, where every row's most likely token is all that was wanted of it: the builder gives the same
-        # object while the same sequences decode, and then nobody needs to be asked again.
-        self._greedy_step: StepInput | None = None
 
     def execute(self, chunks: Chunks[ScheduledChunk], layer_done: LayerCallback | None) -> StepResults:
         step = self._builder.build(chunks)
         if self._tap_layers:
             step = replace(step, tap_layers=self._tap_layers)
         output = self._runner.forward(step, layer_done)
-        if step is self._greedy_step:
+        if step.only_most_likely and step.logit_rows.shape[0]:
             samples = sample_greedily(output.logits, output.most_likely)
             return StepResults(samples.token_ids.tolist(), samples.failed)
         logits, taps, most_likely = output.logits, output.taps, output.most_likely
@@ -72,8 +69,6 @@ class ModelExecutor:
             return StepResults([], prompt_logprobs=prompt_logprobs)
         if self._are_plain_greedy(chunks):
             samples = sample_greedily(logits, most_likely)
-            if not prompt_logprobs and taps is None:
-                self._greedy_step = step
         else:
             samples = sample(logits, self._rows(chunks), most_likely)
         return StepResults(
@@ -93,6 +88,13 @@ class ModelExecutor:
     def forget(self, sequence: Sequence) -> None:
         self._builder.forget(sequence)
         self._sampler_states.pop(sequence, None)
+
+    def _want_only_most_likely(self, chunks: Chunks[ScheduledChunk]) -> bool:
+        return (
+            not self._tap_layers
+            and not any(chunk.sequence.wants_prompt_logprobs for chunk in chunks)
+            and self._are_plain_greedy(chunks)
+        )
 
     def _are_plain_greedy(self, chunks: Chunks[ScheduledChunk]) -> bool:
         return all(self._state(chunk.sequence).is_plain_greedy for chunk in chunks if chunk.is_sampled)

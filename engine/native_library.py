@@ -103,6 +103,7 @@ class Step(ctypes.Structure):
         ("num_tap_layers", c_int32),
         ("tree_masks", c_void_p),
         ("most_likely", c_void_p),
+        ("only_most_likely", c_int32),
     )
 
 

@@ -218,6 +218,7 @@ class NativeRunner:
             len(step.tap_layers),
             None if step.tree_masks is None else _address(step.tree_masks, np.int32),
             self._most_likely.ctypes.data,
+            int(step.only_most_likely),
         )
 
     def _attach_pool(self, memory: KvMemory) -> None:

@@ -40,6 +40,8 @@ class StepInput:
     `tree_masks` [T] or None (no sequence verifies a tree): 0 for a row that sees every token before it; else bit j says
         that it sees the j-th row of its sequence in this step, beside all tokens before those. The rows of a tree lie
         in the pool one after the other, siblings too, while `positions` are those of each one's own branch.
+    `only_most_likely`: nobody reads more of the logits than each row's largest, so a runner that gives `most_likely`
+        may leave them unwritten.
     """
 
     token_ids: Int32Array
@@ -52,6 +54,7 @@ class StepInput:
     tap_layers: tuple[int, ...] = ()
     inputs: npt.NDArray[np.float32] | None = None
     tree_masks: Int32Array | None = None
+    only_most_likely: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -6,6 +6,7 @@ new block ids and last tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Chunks
 from dataclasses import dataclass
 
@@ -30,8 +31,15 @@ class _Decodes:
 class StepBuilder:
     """Owned by one executor. The arrays it gives are its own: they hold until the next `build`."""
 
-    def __init__(self, limits: EngineLimits, block_tokens: int) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        block_tokens: int,
+        only_most_likely: Callable[[Chunks[ScheduledChunk]], bool] = lambda chunks: False,
+    ) -> None:
+        """`only_most_likely`: of a step with these chunks; it is not asked again while the same sequences decode."""
         self._block_tokens = block_tokens
+        self._only_most_likely = only_most_likely
         max_blocks = -(-limits.max_model_len // block_tokens)
         self._tables = np.zeros((limits.max_sequences, max_blocks), dtype=np.int32)
         self._num_known_blocks = [0] * limits.max_sequences  # by row: how many of the sequence's blocks the row has
@@ -77,6 +85,7 @@ class StepBuilder:
             block_tables=self._block_tables(rows, context_lens),
             logit_rows=self._logit_rows(chunks, query_starts),
             tree_masks=tree_masks,
+            only_most_likely=self._only_most_likely(chunks),
         )
 
     def forget(self, sequence: Sequence) -> None:
@@ -96,7 +105,7 @@ class StepBuilder:
         block_indices = [position // self._block_tokens for position in positions]
         decodes = self._decodes
         if decodes is None or decodes.sequences != sequences or not self._begin_blocks(decodes, block_indices):
-            decodes = self._decodes = self._lay_decodes(sequences, block_indices)
+            decodes = self._decodes = self._lay_decodes(sequences, block_indices, self._only_most_likely(chunks))
         step = decodes.step
         step.token_ids[:] = [sequence.last_token_id for sequence in sequences]
         step.positions[:] = positions
@@ -118,7 +127,7 @@ class StepBuilder:
         decodes.block_indices = block_indices
         return True
 
-    def _lay_decodes(self, sequences: list[Sequence], block_indices: list[int]) -> _Decodes:
+    def _lay_decodes(self, sequences: list[Sequence], block_indices: list[int], only_most_likely: bool) -> _Decodes:
         """The arrays of a batch that was not the last step's."""
         count = len(sequences)
         rows = np.array([self._row(sequence) for sequence in sequences], dtype=np.intp)
@@ -136,6 +145,7 @@ class StepBuilder:
             context_lens=context_lens,
             block_tables=self._block_tables(rows, context_lens),
             logit_rows=self._ascending[:count],
+            only_most_likely=only_most_likely,
         )
         return _Decodes(step, sequences, block_indices, starts)
 

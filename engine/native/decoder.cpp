@@ -26,6 +26,7 @@ size_t Workspace::num_bytes() const {
     size_t bytes = packed.size() + packed_gated.size();
     for (const auto* part : {&residual, &qkv, &attended, &activated, &cos, &sin})
         bytes += part->size() * sizeof(float);
+    for (const auto& part : seen_logits) bytes += part.size() * sizeof(float);
     for (const auto& part : normed) bytes += part.size() * sizeof(float);
     for (const auto& part : gate_up) bytes += part.size() * sizeof(float);
     for (const auto& scratch : attention) bytes += scratch.size();
@@ -52,6 +53,7 @@ void Decoder::check_step(const TandemStep& step) const {
         if (!holds) throw std::invalid_argument(what);
     };
     need(pool_.address, "no KV pool is attached");
+    need(step.most_likely || !step.only_most_likely, "only the most likely tokens are wanted, and there is no room for them");
     need(step.num_tokens >= 0 && step.num_sequences >= 0 && step.num_logit_rows >= 0, "negative sizes");
     const int64_t num_slots = pool_.num_blocks * pool_.block_tokens;
     for (int i = 0; i < step.num_tokens; ++i) {

@@ -1,6 +1,5 @@
 // A Llama-family decoder: its packed weights and one forward pass over a flattened batch.
 #pragma once
-#include <limits>
 #include <memory>
 #include <vector>
 
@@ -22,11 +21,6 @@ struct Layer {
 };
 
 // The largest logit of a row so far.
-struct Peak {
-    float value = -std::numeric_limits<float>::infinity();
-    int32_t token = -1;
-    bool has_nan = false;
-};
 
 // Gates and ups that are computed before they are multiplied: a pair of panels of so many rows, or more pairs of fewer rows.
 constexpr int kGatedRows = 256;
@@ -45,6 +39,7 @@ struct Workspace {
     std::vector<int32_t> kept;          // the step's rows that go on after the last layer's keys and values, ascending
     std::vector<int32_t> logit_places;  // of each row whose logits are wanted: its place among the kept ones
 
+    std::vector<LargeVector<float>> seen_logits;  // of each thread: of some panels, where nobody wants them all
     std::vector<Peak> peaks;            // of each thread's part of the vocabulary, row after row
 
     size_t num_bytes() const;
@@ -101,7 +96,7 @@ class Decoder {
     void add_to_residual(const PackedMatrix& matrix, const uint8_t* packed, int rows);
     bool packs_gates(const Layer& layer) const;
     void run_mlp(const Layer& layer, int rows);
-    void multiply_gated(const PackedMatrix& matrix, int rows);
+    void activate_gates(const PackedMatrix& matrix, int rows);
     void rotate_heads(const std::vector<float>& norm, int first_head, int num_heads, int row, float* rows);
     void finish_queries(const Layer& layer, const int32_t* step_rows, int count);
     void write_kv(const TandemStep& step, const Layer& layer, const KvLayer& kv);

@@ -10,7 +10,7 @@ namespace tandem {
 void Decoder::forward(const TandemStep& step, float* logits, size_t logits_stride, float* hidden,
                       TandemLayerCallback layer_done) {
     check_step(step);
-    if (logits_stride < (size_t)padded(spec_.vocab_size)) throw std::invalid_argument("logits_stride is too small");
+    if (!step.only_most_likely && logits_stride < (size_t)padded(spec_.vocab_size)) throw std::invalid_argument("logits_stride is too small");
     if (step.num_tokens == 0) return;
     reserve(step.num_tokens);
     compute_rotations(step);
@@ -105,7 +105,7 @@ void Decoder::run_mlp(const Layer& layer, int rows) {
     const PackedMatrix &gates = layer.gate_up, &down = layer.down;
     pack_normed(gates, layer.mlp_norm, rows);
     if (!packs_gates(layer)) {
-        multiply_gated(gates, rows);
+        activate_gates(gates, rows);
         pack(down, work_.activated.data(), (size_t)padded(spec_.intermediate_size), rows);
         return add_to_residual(down, work_.packed.data(), rows);
     }
@@ -118,7 +118,7 @@ void Decoder::run_mlp(const Layer& layer, int rows) {
 
 // activated = silu(gate) * up, some panels at a time, so that gates and ups never leave the cache. Of few rows many: weights
 // are then read in one run.
-void Decoder::multiply_gated(const PackedMatrix& matrix, int rows) {
+void Decoder::activate_gates(const PackedMatrix& matrix, int rows) {
     const LinearKernels& kernel = kernels_.linear_of(matrix);
     const size_t inner_stride = (size_t)padded(spec_.intermediate_size);
     const int pairs_at_once = std::max(1, kGatedRows / rows);

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "packed_matrix.h"
 
@@ -75,6 +76,13 @@ struct NoiseKey {
     uint32_t position;
 };
 
+// The largest of the logits that were looked at; of equal ones the first.
+struct Peak {
+    float value = -std::numeric_limits<float>::infinity();
+    int32_t token = -1;
+    bool has_nan = false;
+};
+
 // The passes of top-k, top-p and min-p over one row of a vocabulary (kernels/filtering.h).
 struct FilterKernels {
     void (*scale_row)(float* row, int n, float peak, float temperature);
@@ -102,6 +110,8 @@ struct KernelTable {
     // `next` (or null) is the task that this thread does after this one: its first bytes are fetched.
     void (*attention)(const AttentionTask& task, const AttentionTask* next, void* scratch);
     void (*embed)(const PackedMatrix& table, int token, float* out);
+    // Looks at the logits of `count` tokens from `token` on, later ones than before.
+    void (*look_at)(const float* logits, int token, int count, Peak* peak);
     // The token with the largest scaled logit + noise; scaled[peak] is the largest scaled logit, 0.
     int64_t (*gumbel_argmax)(const float* scaled, int vocab_size, int64_t peak, const NoiseKey& key);
     FilterKernels filter;

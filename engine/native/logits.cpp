@@ -1,7 +1,6 @@
 // The step's last product, and each row's most likely token while its logits are in the cache.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "decoder.h"
 
@@ -10,28 +9,7 @@ namespace tandem {
 namespace {
 
 // Their logits, of as many rows as decode at once, and their weights stay in the second cache.
-constexpr int kPanelsAtOnce = 64;
-constexpr int kLanes = 16;
-
-// Looks at row[first, last). Of equal logits the first one counts.
-void look_at(const float* row, int first, int last, Peak* peak) {
-    float lanes[kLanes];
-    int32_t unordered[kLanes] = {};
-    std::fill(lanes, lanes + kLanes, -std::numeric_limits<float>::infinity());
-    const auto look = [&](int lane, float value) {
-        lanes[lane] = value > lanes[lane] ? value : lanes[lane];
-        unordered[lane] |= value != value;
-    };
-    int i = first;
-    for (; i + kLanes <= last; i += kLanes)
-        for (int lane = 0; lane < kLanes; ++lane) look(lane, row[i + lane]);
-    for (; i < last; ++i) look(0, row[i]);
-    peak->has_nan |= std::any_of(unordered, unordered + kLanes, [](int32_t flag) { return flag != 0; });
-    const float largest = *std::max_element(lanes, lanes + kLanes);
-    if (largest <= peak->value) return;
-    peak->value = largest;
-    peak->token = (int32_t)(std::find(row + first, row + last, largest) - row);
-}
+constexpr int kSeenPanels = 64;
 
 }  // namespace
 
@@ -47,15 +25,19 @@ void Decoder::compute_logits(const TandemStep& step, float* logits, size_t logit
     uint8_t* packed = work_.packed.data();
     kernel.pack(hidden, (size_t)spec_.hidden_size, 0, rows, rows, head.k, head.k_padded, packed);
     work_.peaks.assign((size_t)threads_.size() * rows, Peak{});
+    const bool keep = !step.only_most_likely;
+    const size_t seen_stride = keep ? logits_stride : kSeenPanels * kPanelOutputs;
+    if (!keep) work_.seen_logits.resize((size_t)threads_.size());
     threads_.split(head.panels, [&](int first, int last, int thread) {
         Peak* peaks = work_.peaks.data() + (size_t)thread * rows;
+        if (!keep) work_.seen_logits[(size_t)thread].resize((size_t)rows * seen_stride);
         for (int panel = first, end; panel < last; panel = end) {
-            end = std::min(last, panel + kPanelsAtOnce);
-            kernel.multiply(packed, rows, head, panel, end, logits + (size_t)panel * kPanelOutputs, logits_stride, false,
-                            work_.expanded[(size_t)thread].data());
-            const int num_seen = std::min(end * kPanelOutputs, spec_.vocab_size);
+            end = std::min(last, panel + kSeenPanels);
+            float* seen = keep ? logits + (size_t)panel * kPanelOutputs : work_.seen_logits[(size_t)thread].data();
+            kernel.multiply(packed, rows, head, panel, end, seen, seen_stride, false, work_.expanded[(size_t)thread].data());
+            const int token = panel * kPanelOutputs, num_seen = std::min(end * kPanelOutputs, spec_.vocab_size) - token;
             for (int row = 0; step.most_likely && row < rows; ++row)
-                look_at(logits + (size_t)row * logits_stride, panel * kPanelOutputs, num_seen, peaks + row);
+                kernels_.look_at(seen + (size_t)row * seen_stride, token, num_seen, peaks + row);
         }
     });
     for (int row = 0; step.most_likely && row < rows; ++row) {

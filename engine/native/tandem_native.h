@@ -90,6 +90,7 @@ typedef struct {
     int32_t num_tap_layers;
     const int32_t* tree_masks;   /* [T], or NULL: bit j of a row that is not 0: sees its sequence's j-th row of the step */
     int32_t* most_likely;        /* [R], or NULL */
+    int32_t only_most_likely;    /* nobody reads the logits: they are not written */
 } TandemStep;
 
 /* Called on the stepping thread when a layer's KV of this step is in the pool. */

@@ -231,6 +231,40 @@ def test_the_most_likely_tokens_come_with_the_logits(isa: str, num_threads: int)
     runner.close()
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_where_only_the_most_likely_tokens_are_wanted_no_logit_is_written(isa: str, num_threads: int) -> None:
+    config = replace(SMALL_LLAMA, vocab_size=2_500)
+    runner = small_runner(config, RandomWeights(config), isa=isa, num_threads=num_threads)
+    batch = Batch(64, BLOCK)
+    step = batch.step([(batch.add(tokens(length, config)), length) for length in (70, 1, 33)])
+    output = runner.forward(step, None)
+    expected = output.logits.numpy().argmax(-1).tolist()
+    output.logits.fill_(-7.0)
+    found = runner.forward(replace(step, only_most_likely=True), None)
+    assert found.most_likely is not None
+    assert found.most_likely.tolist() == expected
+    assert (output.logits == -7.0).all()
+    runner.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_broke_in_one_step_does_not_reach_the_next(isa: str, name: str, dtype: str) -> None:
+    """Its numbers may still lie in the step's buffers, where other rows have their padding."""
+    config = MODELS[name]
+    runner = small_runner(config, RandomWeights(config), dtype=dtype, isa=isa)
+    batch = Batch(64, BLOCK)
+    steps = [batch.step([(batch.add(tokens(length, config)), length)]) for length in (90, 16, 33, 5)]
+    expected = [runner.forward(step, None).logits.clone() for step in steps]
+    for count in (90, 17, 40):
+        broken = batch.step([(batch.add(tokens(count, config)), count)])
+        inputs = np.full((count, config.hidden_size), np.nan, np.float32)
+        assert runner.forward(replace(broken, inputs=inputs), None).logits.isnan().all()
+        for step, logits in zip(steps, expected, strict=True):
+            assert torch.equal(runner.forward(step, None).logits, logits)
+    runner.close()
+
+
 def test_a_step_that_is_asked_for_again_is_computed_again(isa: str) -> None:
     """Its arrays may hold something else by then, and steps between may have moved the buffers."""
     runner = small_runner(SMALL_LLAMA, RandomWeights(SMALL_LLAMA), isa=isa)

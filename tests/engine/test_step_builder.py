@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Chunks
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,23 @@ def test_prompt_logprobs_want_every_row_that_predicts_a_prompt_token() -> None:
     builder = StepBuilder(LIMITS, BLOCK)
     assert builder.build([ScheduledChunk(sequence, 0, 4)]).logit_rows.tolist() == [0, 1, 2, 3]
     assert builder.build([ScheduledChunk(sequence, 4, 2)]).logit_rows.tolist() == [0, 1]
+
+
+def test_who_wants_more_than_the_most_likely_tokens_is_asked_once_for_a_decoding_batch() -> None:
+    asked: list[int] = []
+
+    def only_most_likely(chunks: Chunks[ScheduledChunk]) -> bool:
+        asked.append(len(chunks))
+        return len(chunks) == 2
+
+    first, second, third = (make_sequence(5, [index, index + 1]) for index in (1, 3, 5))
+    builder = StepBuilder(LIMITS, BLOCK, only_most_likely)
+    pair, all_of_them = (
+        [ScheduledChunk(sequence, 4, 1) for sequence in sequences]
+        for sequences in ([first, second], [first, second, third])
+    )
+    assert [builder.build(chunks).only_most_likely for chunks in (pair, pair, all_of_them)] == [True, True, False]
+    assert asked == [2, 3]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -12,6 +12,7 @@
 #ifdef TANDEM_BF16_BY_HALF
 #include "kernels/half_linear.h"
 #endif
+#include "kernels/peak.h"
 #include "kernels/quantized_linear.h"
 #include "kernels/sampling.h"
 #ifdef TANDEM_TILES
@@ -55,6 +56,7 @@ inline tandem::KernelTable make_table(const char* name) {
             &attention_scratch_bytes,
             &attention,
             &embed,
+            &look_at,
             &gumbel_argmax,
             {&scale_row, &exponentials, &mass_at_least, &collect_at_least, &drop_below},
             &read_once,
