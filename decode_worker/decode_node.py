@@ -69,7 +69,7 @@ class DecodeNode:
             block_tokens=parts.pool.block_tokens,
             total_blocks=parts.pool.num_blocks,
         )
-        self.live = LiveRequests()
+        self.live = LiveRequests(parts.requests_under_way)
         self.is_draining = False
         self._context = context
         self._parts = parts
@@ -89,14 +89,7 @@ class DecodeNode:
         metrics = DecodeMetrics(self._counters, fallbacks)
         self._landings = KvLandings(
             LandingResources(
-                self._reservations,
-                self._peers,
-                self._table,
-                parts.layout,
-                metrics,
-                ProtocolLimits(),
-                max_credit_bytes,
-                parts.prompts_under_way,
+                self._reservations, self._peers, self._table, parts.layout, metrics, ProtocolLimits(), max_credit_bytes
             )
         )
         self._view: MembershipView | None = None

@@ -27,9 +27,8 @@ class KvLandings:
 
     def open(self, request: AcceptedRequest, timeline: RequestTimeline) -> PromptLanding:
         """A landing that has not begun. It is kept alive until nothing of it is held or awaited any more."""
-        landing = PromptLanding(request, self._resources, timeline, self._over)
+        landing = PromptLanding(request, self._resources, timeline, self._live.discard)
         self._live.add(landing)
-        self._resources.prompts_under_way(True)
         return landing
 
     @property
@@ -50,10 +49,6 @@ class KvLandings:
             "kv_bad_digests": float(counts.bad_digests),
             "kv_refused_frames": float(counts.refused_frames),
         }
-
-    def _over(self, landing: PromptLanding) -> None:
-        self._live.discard(landing)
-        self._resources.prompts_under_way(bool(self._live))
 
     def show(self, counters: WorkerCounters) -> None:
         """Brings the metrics of what was dropped up to date; called at every heartbeat."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,4 +55,3 @@ class LandingResources:
     metrics: DecodeMetrics
     limits: ProtocolLimits
     max_credit_bytes: int  # of one transfer, as Hello says
-    prompts_under_way: Callable[[bool], None]  # told whether there are any, whenever that may have changed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster.errors import InvalidRequest
@@ -23,7 +24,9 @@ MAX_REMEMBERED_FENCES = 8192
 class LiveRequests:
     """Owned by the worker; a flow enters before it runs and leaves when it has given everything back."""
 
-    def __init__(self) -> None:
+    def __init__(self, are_under_way: Callable[[bool], None]) -> None:
+        """`are_under_way` is told whether there are any, whenever that may have changed."""
+        self._are_under_way = are_under_way
         self._by_request: dict[RequestId, RequestFlow] = {}
         self._by_engine_id: dict[RequestId, RequestFlow] = {}
         self._fences: OrderedDict[RequestId, int] = OrderedDict()
@@ -51,6 +54,7 @@ class LiveRequests:
         self._by_request[request.request_id] = flow
         self._by_engine_id[request.engine_id] = flow
         self._is_idle.clear()
+        self._are_under_way(True)
 
     def leave(self, flow: RequestFlow) -> None:
         request = flow.request
@@ -59,6 +63,7 @@ class LiveRequests:
             del self._by_request[request.request_id]
         if not self._by_engine_id:
             self._is_idle.set()
+            self._are_under_way(False)
 
     def of_engine(self, engine_id: RequestId) -> RequestFlow | None:
         """The flow that an engine output belongs to; None when it has ended."""

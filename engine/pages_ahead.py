@@ -1,11 +1,11 @@
 """Keeps the pages of a KV pool that will be written next resident, so that nobody waits for their first touch.
 
-    pool  |== used once ==|-- NOW_BYTES --|-- LATER_BYTES, touched while no prompt is under way --|.. not resident ..|
+    pool  |== used once ==|-- NOW_BYTES --|-- LATER_BYTES, touched while no request is under way --|.. not resident ..|
 
 A new page is cleared by the system when it is first written: 4 ms for the KV of a 2,048-token prompt (45 MiB), 130 ms
 where a hypervisor has yet to get the memory from its host. That would be the engine's time, or a frame's on arrival;
 and done by a thread beside them it takes a processor that they need, however low that thread's priority: Linux weighs
-processes before their threads. So most of it is done between prompts. The whole pool at the start would cost each
+processes before their threads. So most of it is done between requests. The whole pool at the start would cost each
 worker seconds, and a gigabyte that it may never need.
 """
 
@@ -42,8 +42,8 @@ class PagesAhead:
             self._told_bytes = used_bytes
             self._library.tandem_pages_reach(self._pages, used_bytes + NOW_BYTES, used_bytes + LATER_BYTES)
 
-    def prompts_under_way(self, are_any: bool) -> None:
-        """Whether this worker computes a prompt, or waits for one's KV."""
+    def requests_under_way(self, are_any: bool) -> None:
+        """Whether this worker computes for any, or waits for one's KV."""
         if self._pages:
             self._library.tandem_pages_make_way(self._pages, are_any)
 

@@ -106,10 +106,10 @@ class WorkerEngine:
         await has_ended.wait()
         return "the engine's thread has ended"
 
-    def prompts_under_way(self, are_any: bool) -> None:
-        """Whether this worker computes a prompt, or waits for one's KV: what can wait until after it shall."""
+    def requests_under_way(self, are_any: bool) -> None:
+        """Whether this worker has any: what can wait until after them shall."""
         if self.pages_ahead is not None:
-            self.pages_ahead.prompts_under_way(are_any)
+            self.pages_ahead.requests_under_way(are_any)
 
     def reset_prefix_cache(self) -> int:
         """Forgets every prefix, in the pool and below. Gives how many blocks of the pool had one."""

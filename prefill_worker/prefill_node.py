@@ -211,7 +211,7 @@ class PrefillNode:
             raise PrefillRejected(handoff_pb2.REJECT_REASON_INVALID, error) from error
         self._flows[flow.engine_id] = flow
         self._is_idle.clear()
-        self._parts.prompts_under_way(True)
+        self._parts.requests_under_way(True)
         return flow
 
     def _begin_span(self, request: CheckedPrefill) -> RequestSpan | None:
@@ -228,7 +228,7 @@ class PrefillNode:
             self._counters.prompt_done(flow.num_tokens, flow.cached_tokens)
         if not self._flows:
             self._is_idle.set()
-            self._parts.prompts_under_way(False)
+            self._parts.requests_under_way(False)
 
     def _num_pinned(self) -> int:
         """Blocks that computed prompts hold until they are sent and acknowledged."""

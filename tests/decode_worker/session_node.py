@@ -31,7 +31,8 @@ class SessionNode:
     def __init__(self, engine: CountingEngine, num_blocks: int = 64) -> None:
         self.identity = common_pb2.WorkerIdentity(worker_id=WORKER_ID, incarnation="1")
         self.limits = WorkerLimits(VOCAB_SIZE, max_model_len=512, block_tokens=16, total_blocks=num_blocks)
-        self.live = LiveRequests()
+        self.under_way: list[bool] = []
+        self.live = LiveRequests(self.under_way.append)
         self.is_draining = False
         self.engine = engine
         counters = WorkerCounters(WorkerMetrics(new_registry(), "counting", WORKER_ID))

@@ -170,17 +170,9 @@ class Desk:
         counters = WorkerCounters(WorkerMetrics(new_registry(), "test", "decode-0"))
         limits = limits or ProtocolLimits(accept_s=0.5, idle_s=2.0, arrival_grace_s=0.2)
         metrics = DecodeMetrics(counters, Fallbacks())
-        self.prompts_under_way: list[bool] = []
         self.landings = KvLandings(
             LandingResources(
-                self.reservations,
-                OnePeer(self.peer),
-                self.table,
-                LAYOUT,
-                metrics,
-                limits,
-                max_credit_bytes,
-                self.prompts_under_way.append,
+                self.reservations, OnePeer(self.peer), self.table, LAYOUT, metrics, limits, max_credit_bytes
             )
         )
         self.landing: PromptLanding | None = None
@@ -208,7 +200,6 @@ class Desk:
         assert census.conservation_error == 0
         assert census.free + census.cached == self.pool.num_blocks
         assert self.table.counts().live == 0
-        assert not self.prompts_under_way[-1]
         assert self.peer.listeners == {}
 
 

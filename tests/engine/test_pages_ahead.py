@@ -80,7 +80,7 @@ def test_pages_keep_their_distance_from_the_blocks_in_use_and_end_with_the_pool(
 def test_under_a_prompt_no_more_is_touched_than_it_soon_needs(memory: KvMemory) -> None:
     ahead = opened(memory)
     wait_until_touched(ahead, NUM_LATER)
-    ahead.prompts_under_way(True)
+    ahead.requests_under_way(True)
     ahead.blocks_used(4)
     wait_until_touched(ahead, 4 + NUM_NOW)
     ahead.close()
@@ -89,9 +89,9 @@ def test_under_a_prompt_no_more_is_touched_than_it_soon_needs(memory: KvMemory) 
 
 def test_what_a_prompt_held_back_is_touched_behind_it(memory: KvMemory) -> None:
     ahead = opened(memory)
-    ahead.prompts_under_way(True)
+    ahead.requests_under_way(True)
     ahead.blocks_used(4)
-    ahead.prompts_under_way(False)
+    ahead.requests_under_way(False)
     wait_until_touched(ahead, 4 + NUM_LATER)
     ahead.close()
     assert resident_blocks(memory) == [0, 1, 2, 3, 4, 5]
@@ -119,7 +119,7 @@ def test_a_closed_one_touches_nothing_and_closes_again(memory: KvMemory) -> None
     ahead = opened(memory)
     wait_until_touched(ahead, NUM_LATER)
     ahead.close()
-    ahead.prompts_under_way(False)
+    ahead.requests_under_way(False)
     ahead.blocks_used(NUM_BLOCKS)
     ahead.close()
     assert resident_blocks(memory) == [0, 1]

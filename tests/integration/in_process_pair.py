@@ -59,13 +59,13 @@ Moment = Literal["computing", "computed", "told", "committed", "landed"]
 MOMENTS: tuple[Moment, ...] = ("computing", "computed", "told", "committed", "landed")
 
 
-class PromptsHeard(PagesAhead):
+class RequestsHeard(PagesAhead):
     """Of no memory: keeps what it is told."""
 
     def __init__(self) -> None:
         self.told = [False]  # as it is at the start
 
-    def prompts_under_way(self, are_any: bool) -> None:
+    def requests_under_way(self, are_any: bool) -> None:
         self.told.append(are_any)
 
     def close(self) -> None:
@@ -175,11 +175,11 @@ class Pair:
         cancel = worker_pb2.CancelRequest(request_id=request_id, fence=1)
         self.decode._sessions._cancel(cancel, self.session)
 
-    def told_of_prompts(self) -> tuple[list[bool], list[bool]]:
+    def told_of_requests(self) -> tuple[list[bool], list[bool]]:
         """What the prefill and the decode worker have said to whoever shall make way while a prompt is under way."""
         in_prefill, in_decode = self.prefill_parts.pages_ahead, self.decode_parts.pages_ahead
-        assert isinstance(in_prefill, PromptsHeard)
-        assert isinstance(in_decode, PromptsHeard)
+        assert isinstance(in_prefill, RequestsHeard)
+        assert isinstance(in_decode, RequestsHeard)
         return in_prefill.told, in_decode.told
 
     async def all_is_back(self) -> None:
@@ -213,7 +213,7 @@ class Pair:
         )  # fmt: skip
         identity = common_pb2.WorkerIdentity(worker_id=role, incarnation=new_incarnation(), role=ROLES[role])
         context = WorkerContext(settings, identity, SECURITY, None, None)
-        parts = replace(open_mock_engine(context), pages_ahead=PromptsHeard())
+        parts = replace(open_mock_engine(context), pages_ahead=RequestsHeard())
         with_oracle(context, parts)
         return parts, context
 

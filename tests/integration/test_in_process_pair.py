@@ -111,15 +111,15 @@ async def test_kv42_requests_of_one_prompt_let_its_source_go_one_without_the_oth
     assert min(ends[1], ends[2]) > 20, ends
 
 
-async def test_both_workers_say_whether_prompts_are_under_way(tmp_path: Path) -> None:
-    """What is said last is so, also while some prompts have ended and others have not."""
+async def test_both_workers_say_whether_requests_are_under_way(tmp_path: Path) -> None:
+    """What is said last is so, also while some requests have ended and others have not."""
     said, are_so = [], []
     async with running_pair(tmp_path, "shm", num_blocks=160) as pair:
-        in_prefill, in_decode = pair.told_of_prompts()
+        in_prefill, in_decode = pair.told_of_requests()
 
         def note() -> None:
             said.append((in_prefill[-1], in_decode[-1]))
-            are_so.append(tuple(node.status().active_transfers > 0 for node in (pair.prefill, pair.decode)))
+            are_so.append((pair.prefill.status().active_transfers > 0, len(pair.decode.live) > 0))
 
         pair.at = {"computing": note, "committed": note}
         await asyncio.gather(*(pair.ask(str(number), [number] * 40, 2) for number in range(30)))
