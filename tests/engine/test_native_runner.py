@@ -13,6 +13,7 @@ from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
 from engine.native_runner import NativeRunner
 from tests.engine.native_model import (
+    BROAD,
     MODELS,
     SMALL_LLAMA,
     Batch,
@@ -128,13 +129,15 @@ def test_decode_of_any_batch_equals_the_reference(isa: str, batch_size: int) -> 
     torch.testing.assert_close(logits.double(), expected, atol=LOGIT_TOLERANCE, rtol=0)
 
 
-def test_threads_change_no_bit(isa: str) -> None:
-    weights = RandomWeights(SMALL_LLAMA)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [SMALL_LLAMA, BROAD], ids=["small", "broad"])
+def test_threads_change_no_bit(isa: str, config: ModelConfig, dtype: str) -> None:
+    weights = RandomWeights(config)
     outputs = []
     for num_threads in (1, 2, 3):
-        runner = small_runner(SMALL_LLAMA, weights, isa=isa, num_threads=num_threads)
+        runner = small_runner(config, weights, dtype=dtype, isa=isa, num_threads=num_threads)
         batch = Batch(64, BLOCK)
-        step = batch.step([(batch.add(tokens(length)), length) for length in (70, 1, 33)])
+        step = batch.step([(batch.add(tokens(length, config)), length) for length in (70, 1, 33)])
         outputs.append(runner.forward(step, None).logits.clone())
         runner.close()
     assert torch.equal(outputs[0], outputs[1])
