@@ -48,7 +48,7 @@ def open_model_engine(
         fallbacks.took(fallback.component, wanted=fallback.wanted, used=fallback.used, reason=fallback.reason)
     memory = built.memory
     limits = engine_limits(settings, built.max_model_len)
-    pages_ahead = open_pages_ahead(memory)
+    pages_ahead = open_pages_ahead(memory, fallbacks)
     pool = BlockPool(
         memory.num_blocks,
         memory.layout.block_tokens,

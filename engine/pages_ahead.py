@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 
 from cluster.errors import StartupError
+from cluster.fallbacks import Fallbacks
 from engine import native_library
 from engine.kv_memory import HUGE_PAGE_BYTES, KvMemory
 
@@ -48,6 +49,10 @@ class PagesAhead:
             self._library.tandem_pages_make_way(self._pages, are_any)
 
     @property
+    def has_thread(self) -> bool:
+        return bool(self._pages)
+
+    @property
     def touched_bytes(self) -> int:
         """So far; those that were used without waiting for this are among them."""
         return int(self._library.tandem_pages_touched(self._pages)) if self._pages else 0
@@ -63,11 +68,18 @@ class PagesAhead:
             self.close()
 
 
-def open_pages_ahead(memory: KvMemory) -> PagesAhead | None:
-    """None for a pool that is not in this process's memory, and without the library: first touches are waited for."""
+def open_pages_ahead(memory: KvMemory, fallbacks: Fallbacks) -> PagesAhead | None:
+    """None for a pool that is not in this process's memory. None, too, without the library or where the system gives no
+    thread: first touches are waited for, and `fallbacks` says so."""
     if not memory.is_addressable:
         return None
     try:
-        return PagesAhead(native_library.load_library(), memory)
+        ahead = PagesAhead(native_library.load_library(), memory)
     except StartupError:
-        return None
+        reason = "library_missing"
+    else:
+        if ahead.has_thread:
+            return ahead
+        reason = "no_thread"
+    fallbacks.took("kv pages", wanted="touched ahead", used="touched on use", reason=reason)
+    return None

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from cluster.errors import StartupError
+from cluster.fallbacks import Fallbacks
 from cluster.kv_layout import KvLayout
 from engine import native_library, pages_ahead
 from engine.kv_memory import HUGE_PAGE_BYTES, KvMemory
@@ -35,7 +37,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[KvMemory]:
 
 
 def opened(memory: KvMemory) -> PagesAhead:
-    ahead = open_pages_ahead(memory)
+    ahead = open_pages_ahead(memory, Fallbacks())
     assert ahead is not None
     return ahead
 
@@ -127,4 +129,29 @@ def test_a_closed_one_touches_nothing_and_closes_again(memory: KvMemory) -> None
 
 def test_a_pool_elsewhere_has_none(memory: KvMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "is_addressable", False)
-    assert open_pages_ahead(memory) is None
+    fallbacks = Fallbacks()
+    assert open_pages_ahead(memory, fallbacks) is None
+    assert fallbacks.to_messages() == []
+
+
+class NoThreads:
+    """What of the library opens pages, in a process that may have no thread more."""
+
+    def tandem_pages_create(self, address: int, num_bytes: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("reason", ["library_missing", "no_thread"])
+def test_a_worker_without_one_says_why(memory: KvMemory, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    def load_library() -> NoThreads:
+        if reason == "library_missing":
+            raise StartupError("it is not built")
+        return NoThreads()
+
+    monkeypatch.setattr(native_library, "load_library", load_library)
+    fallbacks = Fallbacks()
+    assert open_pages_ahead(memory, fallbacks) is None
+    (told,) = fallbacks.to_messages()
+    assert (told.component, told.wanted, told.used, told.reason) == (
+        "kv pages", "touched ahead", "touched on use", reason,
+    )  # fmt: skip
