@@ -92,6 +92,23 @@ def test_a_row_does_not_depend_on_batch_or_chunks(isa: str, dtype: str, name: st
     assert torch.equal(run([90] + [1] * 10, 31), alone)
 
 
+def test_rows_of_very_many_inputs_do_not_depend_on_chunks(isa: str) -> None:
+    """Of so many that a cache holds the activations of 32 rows alone, in parts of a panel that are shorter than others."""
+    config = replace(SMALL_LLAMA, hidden_size=8704, intermediate_size=80, num_layers=1, num_heads=2, num_kv_heads=1)
+    weights = RandomWeights(config)
+    prompt = tokens(70)
+
+    def run(chunks: list[int]) -> torch.Tensor:
+        runner = small_runner(config, weights, dtype="bfloat16", isa=isa)
+        batch = Batch(64, BLOCK)
+        sequence = batch.add(prompt)
+        rows = [runner.forward(batch.step([(sequence, count)]), None).logits.clone() for count in chunks]
+        runner.close()
+        return torch.cat(rows)
+
+    assert torch.equal(run([70]), run([16, 16, 1, 16, 16, 5]))
+
+
 def test_bfloat16_stays_close_to_the_reference(isa: str) -> None:
     weights = RandomWeights(SMALL_LLAMA)
     runner = small_runner(SMALL_LLAMA, weights, dtype="bfloat16", isa=isa)
@@ -261,9 +278,9 @@ def test_what_broke_in_one_step_does_not_reach_the_next(isa: str, name: str, dty
     expected = [runner.forward(step, None).logits.clone() for step in steps]
     for count in (90, 17, 40):
         broken = batch.step([(batch.add(tokens(count, config)), count)])
-        inputs = np.full((count, config.hidden_size), np.nan, np.float32)
-        assert runner.forward(replace(broken, inputs=inputs), None).logits.isnan().all()
+        broken = replace(broken, inputs=np.full((count, config.hidden_size), np.nan, np.float32))
         for step, logits in zip(steps, expected, strict=True):
+            assert runner.forward(broken, None).logits.isnan().all()
             assert torch.equal(runner.forward(step, None).logits, logits)
     runner.close()
 

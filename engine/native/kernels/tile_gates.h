@@ -21,7 +21,11 @@ class GateSink {
     static size_t sums_floats(int rows, bool blocks_are_whole) {
         return (blocks_are_whole ? 2 : (size_t)(rows + kBlockRows - 1) / kBlockRows) * kBlockFloats;
     }
-    float* sums(int row, int) { return sums_ + (size_t)(blocks_are_whole_ ? slot_ : row / kBlockRows) * kBlockFloats; }
+    // Where a block's sums go; none of those that were there is left to be put.
+    float* sums(int row, int) {
+        if (!blocks_are_whole_ && row == pending_row_) flush();
+        return place(row);
+    }
     size_t stride() const { return kPairFloats; }
     bool adds() const { return false; }
     // From the sums of 16 rows for a pair of panels to those for the next pair.
@@ -30,7 +34,8 @@ class GateSink {
     // The sums of a block of rows for a pair of panels are there, or of 16 rows for two pairs.
     void finished(int row, int panel, int pairs) {
         flush();
-        const float* from = sums(row, panel);
+        const float* from = place(row);
+        pending_row_ = row;
         halves_[0] = half(from, row, panel / 2);
         halves_[1] = {};
         if (pairs == 2)
@@ -49,6 +54,8 @@ class GateSink {
 
   private:
     static constexpr size_t kBlockFloats = (size_t)kBlockRows * kPairFloats;
+
+    float* place(int row) const { return sums_ + (size_t)(blocks_are_whole_ ? slot_ : row / kBlockRows) * kBlockFloats; }
 
     // Rows of a tile for a pair of panels: where the next one's sums are, where it goes, how many are left.
     struct Half {
@@ -76,8 +83,8 @@ class GateSink {
     int num_pairs_;
     float* sums_;
     bool blocks_are_whole_;
-    int slot_ = 0;
-    Half halves_[2];  // being put
+    int slot_ = 0, pending_row_ = -1;
+    Half halves_[2];  // being put, of the block from pending_row_ on
 };
 
 }  // namespace
