@@ -251,6 +251,21 @@ def test_the_most_likely_tokens_come_with_the_logits(isa: str, num_threads: int)
     runner.close()
 
 
+@pytest.mark.parametrize("only_most_likely", [False, True])
+@pytest.mark.parametrize("token", [3, 1_700, 2_499])
+def test_one_logit_that_is_no_number_leaves_no_most_likely_token(isa: str, token: int, only_most_likely: bool) -> None:
+    config = replace(SMALL_LLAMA, vocab_size=2_500, tie_embeddings=False)
+    weights = RandomWeights(config)
+    weights.tensor("lm_head.weight")[token] = float("nan")
+    runner = small_runner(config, weights, isa=isa)
+    batch = Batch(64, BLOCK)
+    step = batch.step([(batch.add(tokens(5, config)), 5)])
+    output = runner.forward(replace(step, only_most_likely=only_most_likely), None)
+    assert output.most_likely is not None
+    assert output.most_likely.tolist() == [-1] * 5
+    runner.close()
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_where_only_the_most_likely_tokens_are_wanted_no_logit_is_written(isa: str, num_threads: int) -> None:
     config = replace(SMALL_LLAMA, vocab_size=2_500)
