@@ -12,6 +12,7 @@ from cluster.errors import EngineFailure, StartupError
 from engine.kv_memory import KvMemory, layout_of
 from engine.model_config import ModelConfig
 from engine.native_runner import NativeRunner
+from engine.native_weights import Quantization
 from tests.engine.native_model import (
     BROAD,
     MODELS,
@@ -92,8 +93,28 @@ def test_a_row_does_not_depend_on_batch_or_chunks(isa: str, dtype: str, name: st
     assert torch.equal(run([90] + [1] * 10, 31), alone)
 
 
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_rows_of_quantized_models_do_not_depend_on_chunks(isa: str, quantization: Quantization) -> None:
+    config = replace(SMALL_LLAMA, hidden_size=64, intermediate_size=96)
+    weights = RandomWeights(config)
+    prompt = tokens(70)
+
+    def run(chunks: list[int]) -> torch.Tensor:
+        memory = poisoned_memory(config, dtype="bfloat16", block_tokens=BLOCK, num_blocks=64)
+        runner = NativeRunner(config, weights, memory, dtype="bfloat16", quantization=quantization, isa=isa)
+        batch = Batch(64, BLOCK)
+        sequence = batch.add(prompt)
+        rows = [runner.forward(batch.step([(sequence, count)]), None).logits.clone() for count in chunks]
+        runner.close()
+        return torch.cat(rows)
+
+    alone = run([1] * 70)
+    assert torch.equal(run([70]), alone)
+    assert torch.equal(run([33, 17, 16, 4]), alone)
+
+
 def test_rows_of_very_many_inputs_do_not_depend_on_chunks(isa: str) -> None:
-    """Of so many that a cache holds the activations of 32 rows alone, in parts of a panel that are shorter than others."""
+    """Of so many that a cache holds the activations of 32 rows alone, in parts of a panel that are shorter."""
     config = replace(SMALL_LLAMA, hidden_size=8704, intermediate_size=80, num_layers=1, num_heads=2, num_kv_heads=1)
     weights = RandomWeights(config)
     prompt = tokens(70)
