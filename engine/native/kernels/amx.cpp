@@ -23,7 +23,7 @@ bool amx_self_test() {
     w.panel_bytes = sizeof weights;
     w.data = (uint8_t*)weights;
     TileActivations::pack(x[0], kInputs, 0, kRows, kRows, kInputs, kInputs, packed);
-    TileLinear<PlainTiles>::multiply(packed, kRows, w, 0, 1, out[0], kPanelOutputs, false, nullptr);
+    TileLinear<PlainWeights>::multiply(packed, kRows, w, 0, 1, out[0], kPanelOutputs, false, nullptr);
     for (int row = 0; row < kRows; ++row)
         for (int n = 0; n < kPanelOutputs; ++n) {
             float expected = 0.0f;  // small whole numbers: exact in any order

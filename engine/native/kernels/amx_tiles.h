@@ -4,6 +4,8 @@
 //     rows 4  sums     0       1
 //     rows 5           2       3
 //
+// Few rows take them in their own ways: linear layers of up to 16 (tile_linear.h) and attention (few_rows_tiles.h).
+//
 // The instructions are written as assembly with memory clobbers: with GCC 12's intrinsics the stores to the
 // configuration or to the operands can be dropped before a tile is loaded. With TANDEM_EMULATE_TILES plain code stands in,
 // so that what is built on top is tested on processors without AMX.
@@ -19,9 +21,19 @@ constexpr size_t kTileBytes = 1024;
 struct alignas(64) TileConfiguration {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16];
-    TileConfiguration(uint8_t first, uint8_t second)
-        : rows{first, first, second, second, first, second, kTileRows, kTileRows} {}
+    uint8_t rows[16] = {};
+
+    // The first `num_short` tiles have so many rows, the others 16.
+    TileConfiguration(int num_short, int short_rows) {
+        for (int tile = 0; tile < 8; ++tile) rows[tile] = (uint8_t)(tile < num_short ? short_rows : kTileRows);
+    }
+    // As above, of two tiles of rows.
+    static TileConfiguration of_grid(int first_rows, int second_rows) {
+        TileConfiguration grid(0, 0);
+        grid.rows[0] = grid.rows[1] = grid.rows[4] = (uint8_t)first_rows;
+        grid.rows[2] = grid.rows[3] = grid.rows[5] = (uint8_t)second_rows;
+        return grid;
+    }
 };
 
 #if defined(TANDEM_EMULATE_TILES)
@@ -109,14 +121,13 @@ inline void tile_dot() {
 
 #endif
 
-// Tiles may be used while a value of this type lives. Releasing them keeps the thread's context switches small. Two tiles of
-// rows may be shorter than 16, with their sums: an instruction takes the less time the fewer rows it has.
+// Tiles may be used while a value of this type lives. Releasing them keeps the thread's context switches small. Tiles may be
+// shorter than 16 rows: an instruction takes the less time the fewer rows it has.
 struct TileSession {
-    explicit TileSession(int first_rows = kTileRows, int second_rows = kTileRows) {
-        const uint8_t first = (uint8_t)first_rows, second = (uint8_t)second_rows;
-        const TileConfiguration configuration{first, second};
-        tiles_configure(configuration);
-    }
+    TileSession() : TileSession(kTileRows, kTileRows) {}
+    // Of two tiles of rows, with their sums.
+    TileSession(int first_rows, int second_rows) : TileSession(TileConfiguration::of_grid(first_rows, second_rows)) {}
+    explicit TileSession(const TileConfiguration& configuration) { tiles_configure(configuration); }
     ~TileSession() { tiles_release(); }
     TileSession(const TileSession&) = delete;
     TileSession& operator=(const TileSession&) = delete;

@@ -37,13 +37,15 @@ template <class Dot>
 struct RegisterProducts {
     using Activation = typename Dot::Activation;
     using Function = void (*)(const Activation*, const uint8_t*, int, int, float*);
-    struct Session {};  // what must live while products are made
+    struct Session {};  // what must live while products for so many rows are made
+    static Session session(int) { return {}; }
     static constexpr int kInputs = Dot::kInputs;
     static constexpr int kBlockRows = kPairRows;
     static constexpr int kKeySteps = kTileKeys / kInputs;
 
     static RowBlocks blocks(int rows) { return RowBlocks(rows, kBlockRows); }
-    static int state_rows(int rows) { return rows; }
+    static int state_rows(int rows) { return rows; }   // that scratch memory has room for
+    static int summed_rows(int rows) { return rows; }  // of O
     static void pack_queries(const float* x, int rows, int head_dim, Activation* q) {
         pack_rows(x, head_dim, blocks(rows), rows, head_dim, head_dim, q);
     }
@@ -135,7 +137,7 @@ inline void start_rows(const AttentionTask& task, const Scratch<Products>& s, in
         vstore(s.sum + (size_t)row * kWidth, vzero());
     }
     Products::pack_queries(s.out, rows, head_dim, s.q);
-    for (size_t i = 0; i < (size_t)Products::state_rows(rows) * head_dim; i += kWidth) vstore(s.out + i, vzero());
+    for (size_t i = 0; i < (size_t)Products::summed_rows(rows) * head_dim; i += kWidth) vstore(s.out + i, vzero());
 }
 
 template <class Products>
@@ -180,7 +182,7 @@ inline void attend_arranged(const AttentionTask& task, const AttentionTask* next
 template <class Products>
 inline void attend(const AttentionTask& task, const AttentionTask* next, void* scratch) {
     const int head_dim = task.kv.head_dim, rows = task.num_queries * task.group;
-    [[maybe_unused]] const typename Products::Session session{};
+    [[maybe_unused]] const typename Products::Session session = Products::session(rows);
     Scratch<Products> s;
     Scratch<Products>::carve((uint8_t*)scratch, rows, task.num_kv_heads, head_dim, &s);
     for (int head = 0; head < task.num_kv_heads; ++head)

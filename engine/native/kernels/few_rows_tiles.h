@@ -4,6 +4,10 @@
 //   O [rows][dims] += P V               values are interleaved by pairs of keys, 32 keys at a time
 //
 // Sums are those of arranged tiles, term by term: a product does not care which of its factors is the row.
+//
+//   tiles 0 to 3  sums of values, as many rows as there are queries
+//         4       weights, as many rows
+//         5, 6, 7 keys, queries, scores, then 6 and 7 values: 16 rows
 #pragma once
 #include "kernels/attention_softmax.h"
 #include "kernels/few_rows_path.h"
@@ -54,7 +58,7 @@ struct FewRowsPath<TileProducts> {
             const TaskScratch of_head = s.head(head, rows, head_dim);
             const size_t distance = head * tile.head_bytes;
             score(of_head, tile, distance, rows, head_dim, num_keys, fetch);
-            fetch.turns(fetch.turns_of_head() / 8);
+            fetch.turns(num_keys / 32 * tile.lines_of_row());
             softmax_block(task, of_head, {0, rows, key, num_keys});
             for (int dim = 0; dim < head_dim; dim += 64)
                 (head_dim - dim >= 64 ? &weigh<4> : &weigh<2>)((const uint8_t*)s.p, tile, tile.value_bytes + distance + dim * 2, num_keys,
@@ -68,29 +72,25 @@ struct FewRowsPath<TileProducts> {
         for (int key = 0; key < num_keys; key += 2 * kPanelOutputs) {
             const PanelPlace* panel = tile.panel + key / kPanelOutputs;
             const uint8_t *first = panel[0].run(distance, head_dim, first_copy), *second = panel[1].run(distance, head_dim, second_copy);
-            score_panels(first, second, tile.row_bytes, (const uint8_t*)s.q, turned + key * kTileRows, fetch);
+            score_panel(first, tile.row_bytes, (const uint8_t*)s.q, turned + key * kTileRows, fetch);
+            score_panel(second, tile.row_bytes, (const uint8_t*)s.q, turned + (key + kPanelOutputs) * kTileRows, fetch);
         }
-        fetch.turns(fetch.turns_of_head() / 16);
+        fetch.turns(num_keys / 64 * tile.lines_of_row());
         for (int row = 0; row < rows; row += 4)
             for (int key = 0; key < num_keys; key += kPanelOutputs)
                 turn_scores(turned + key * kTileRows + row, s.scores + row * kTileKeys + key);
     }
-    // scores^T [32 keys][16 rows]
-    static void score_panels(const uint8_t* first, const uint8_t* second, size_t row_bytes, const uint8_t* q, float* out,
-                             TileFetch& fetch) {
-        tile_zero<0>();
-        tile_zero<1>();
+    // scores^T [16 keys][16 rows]
+    static inline __attribute__((always_inline)) void score_panel(const uint8_t* keys, size_t row_bytes, const uint8_t* q, float* out,
+                                                                  TileFetch& fetch) {
+        tile_zero<7>();
         for (size_t byte = 0; byte < row_bytes; byte += 64, q += kTileBytes) {
             tile_load<6>(q, 64);
-            tile_load<4>(first + byte, row_bytes);
-            tile_dot<0, 4, 6>();
-            fetch.turns(1);
-            tile_load<5>(second + byte, row_bytes);
-            tile_dot<1, 5, 6>();
+            tile_load<5>(keys + byte, row_bytes);
+            tile_dot<7, 5, 6>();
             fetch.turns(1);
         }
-        tile_store<0>(out, 64);
-        tile_store<1>(out + kTileBytes / 4, 64);
+        tile_store<7>(out, 64);
     }
     // O += P V of `kDimTiles` tiles of dims. While 32 keys are multiplied the next ones are interleaved: a tile that was just
     // written waits until its lines have reached the cache.
@@ -105,7 +105,7 @@ struct FewRowsPath<TileProducts> {
                 interleave<kDimTiles>(tile.panel + (key + 32) / kPanelOutputs, distance, values[1 - turn], fetch);
             multiply<kDimTiles>(p + key * 2, values[turn]);
         }
-        fetch.turns(kDimTiles);
+        fetch.turns(num_keys / 32);
         store_sums<kDimTiles>(out, head_dim);
     }
     // [tile of dims][key pair][16 dims][2] of 32 keys
@@ -116,7 +116,7 @@ struct FewRowsPath<TileProducts> {
             panels[panel].rows.at(distance, rows);
             for (int key = 0; key < kPanelOutputs; key += 2, out += kRowBytes) {
                 interleave_pair<kDimTiles>(rows[key], rows[key + 1], out, kTileBytes);
-                if (key % 4 != 0) fetch.turns(1);
+                if (key % 4 == 0) fetch.turns(1);
             }
         }
     }

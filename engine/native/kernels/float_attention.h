@@ -76,11 +76,13 @@ template <bool kBf16>
 struct FloatProducts {
     using Activation = float;
     struct Session {};
+    static Session session(int) { return {}; }
     static constexpr int kInputs = 1;
     static constexpr int kBlockRows = kFloatRows * kTilesOfBlock;
 
     static RowBlocks blocks(int rows) { return RowBlocks::of_size(rows, kBlockRows); }
     static int state_rows(int rows) { return rows; }
+    static int summed_rows(int rows) { return rows; }
     static void pack_queries(const float* x, int rows, int head_dim, float* q) {
         const bool few = kBf16 && rows <= kFewRows;
         pack_rows(x, (size_t)head_dim, RowBlocks::of_size(rows, few ? kFewRows : kFloatRows), rows, head_dim, head_dim, q);

@@ -8,11 +8,13 @@ namespace {
 struct HalfProducts {
     using Activation = uint32_t;  // pairs of float16
     struct Session {};
+    static Session session(int) { return {}; }
     static constexpr int kInputs = 1;  // weights lie where their scores were, and leave room behind tiles of 16 bits
     static constexpr int kBlockRows = 36;
 
     static RowBlocks blocks(int rows) { return RowBlocks::of_size(rows, kBlockRows); }
     static int state_rows(int rows) { return rows; }
+    static int summed_rows(int rows) { return rows; }
     static void pack_queries(const float* x, int rows, int head_dim, Activation* q) { pack_half_queries(x, rows, head_dim, q); }
     static void scores(const Activation* q, int rows, const uint8_t* keys, int head_dim, int num_keys, float* out) {
         score_half_tile(q, rows, keys, head_dim, num_keys, out);

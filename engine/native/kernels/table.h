@@ -22,14 +22,14 @@
 namespace {
 
 #ifdef TANDEM_TILES
-constexpr LinearKernels kBestBf16Linear = kTileLinear<PlainTiles>;
+constexpr LinearKernels kBestBf16Linear = kTileLinear<PlainWeights>;
 #elif defined(TANDEM_BF16_BY_HALF)
 constexpr LinearKernels kBestBf16Linear = kHalfLinear<HalfPlain>;
 #else
 constexpr LinearKernels kBestBf16Linear = kBf16Linear;
 #endif
 #if defined(TANDEM_TILES)
-constexpr LinearKernels kBestCompressedLinear = kTileLinear<CompressedTiles>;
+constexpr LinearKernels kBestCompressedLinear = kTileLinear<CompressedWeights>;
 #elif defined(TANDEM_BF16_BY_HALF)
 constexpr LinearKernels kBestCompressedLinear = kHalfLinear<HalfCompressed>;
 constexpr LinearKernels kBf16BeyondHalf = kBf16Linear, kCompressedBeyondHalf = kCompressedLinear;

@@ -1,11 +1,13 @@
 // Activations of linear layers as AMX tiles: [tile of up to 16 rows][32 inputs][rows][64 bytes], rounded to BF16.
 #pragma once
+#include "compressed_panel.h"
 #include "kernels/amx_tiles.h"
 #include "kernels/dense_linear.h"
 
 namespace {
 
 constexpr int kTileInputs = 32;
+constexpr int kTileGroups = kTileInputs / tandem::kGroupInputs;
 constexpr int kBlockRows = 2 * kTileRows;  // of one product of four tiles
 constexpr int kPairFloats = 2 * kPanelOutputs;
 

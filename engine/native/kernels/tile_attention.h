@@ -7,14 +7,17 @@
 namespace {
 
 constexpr int kFewTileRows = kTileRows;  // of tasks that need no arranged keys
+constexpr int kShortTiles = 5;            // that have as many rows as such a task: sums and weights
 
-// Brings 16 rows of queries into the order of weights: [pair of dims][row].
-inline void turn_queries(int head_dim, uint32_t* q) {
-    alignas(64) uint32_t turned[kMaxHeadDim / 2][kTileRows];
-    const uint8_t* rows[kTileRows];
-    for (int row = 0; row < kTileRows; ++row) rows[row] = (const uint8_t*)(q + (size_t)row * head_dim / 2);
-    for (int pair = 0; pair < head_dim / 2; pair += 16) transpose_16x16(rows, pair, turned[pair]);
-    __builtin_memcpy(q, turned, (size_t)head_dim / 2 * kRowBytes);
+// Up to 16 rows of queries in the order of weights: [pair of dims][16 rows], zeros for rows that are not there.
+inline void turn_queries(const float* x, int rows, int head_dim, uint32_t* q) {
+    alignas(64) uint16_t rounded[kTileRows][kMaxHeadDim];
+    const uint8_t* from[kTileRows];
+    for (int row = 0; row < kTileRows; ++row) {
+        from[row] = row < rows ? (const uint8_t*)rounded[row] : kZeroRow;
+        if (row < rows) round_row(x + (size_t)row * head_dim, head_dim, head_dim, rounded[row]);
+    }
+    for (int pair = 0; pair < head_dim / 2; pair += kTileRows) transpose_16x16(from, pair, q + (size_t)pair * kTileRows);
 }
 
 // The products of attention (see RegisterProducts). Queries and weights are rows of bfloat16.
@@ -24,14 +27,17 @@ struct TileProducts {
     static constexpr int kInputs = 2;
     static constexpr int kBlockRows = 2 * kTileRows;
 
+    static Session session(int rows) {
+        return rows <= kFewTileRows ? Session(TileConfiguration(kShortTiles, rows)) : Session();
+    }
     static RowBlocks blocks(int rows) { return RowBlocks::of_size(rows, kBlockRows); }
     static int state_rows(int rows) { return whole_tiles(rows) * kTileRows; }
+    static int summed_rows(int rows) { return rows <= kFewTileRows ? rows : state_rows(rows); }
 
     static void pack_queries(const float* x, int rows, int head_dim, Activation* q) {
+        if (rows <= kFewTileRows) return turn_queries(x, rows, head_dim, q);
         for (int row = 0; row < state_rows(rows); ++row)
-            round_row(x + (size_t)row * head_dim, row < rows ? head_dim : 0, head_dim,
-                      (uint16_t*)q + (size_t)row * head_dim);
-        if (rows <= kFewTileRows) turn_queries(head_dim, q);
+            round_row(x + (size_t)row * head_dim, row < rows ? head_dim : 0, head_dim, (uint16_t*)q + (size_t)row * head_dim);
     }
     static void scores(const Activation* q, int rows, const uint8_t* keys, int head_dim, int num_keys, float* out) {
         const size_t row_bytes = (size_t)head_dim * 2, panel_stride = (size_t)head_dim / 2 * kRowBytes;

@@ -1,16 +1,19 @@
 // Linear layers with BF16 weights on AMX tiles, weights plain or in 12 bits. Every output is one chain of tile products in
 // order of k, whichever way below computes it: a row's result does not depend on the batch.
 //
-// Few rows: two panels are read once, tile by tile. Many rows: a part of two panels stays in the first cache while blocks of
-// 32 rows are multiplied with it. Tile products leave the vector units idle, so the next part is made and the sums of the
-// block before are worked on meanwhile, a little at each step.
+// Few rows: panels are read once, tile by tile, some of them side by side. Many rows: a part of two panels stays in the first
+// cache while blocks of 32 rows are multiplied with it. Tile products leave the vector units idle, so the next tiles or the next
+// part are made and the sums of the block before are worked on meanwhile, a little at each step.
 #pragma once
-#include "kernels/panel_tiles.h"
+#include "kernels/panel_parts.h"
+#include "kernels/panel_streams.h"
 #include "kernels/tile_gates.h"
 #include "kernels/tile_products.h"
 
 namespace {
 
+constexpr int kMostStreams = 4;               // panels side by side, for up to 16 rows; six are not faster
+constexpr int kShortLinearTiles = 7;          // that have as many rows as up to 16: sums and activations
 constexpr int kStoringSteps = 2;              // after which the sums of the block before have reached the cache
 constexpr size_t kTileCachedBytes = 1 << 20;  // of activations, in a second cache of 2 MB
 
@@ -29,7 +32,7 @@ struct RowSink {
     void turn() {}
 };
 
-template <class Tiles>
+template <class Weights>
 struct TileLinear {
     static size_t scratch_bytes(int rows, int k_padded) {
         return parts_bytes(rows) + GateSink::sums_floats(rows, blocks_are_whole(rows, k_padded)) * sizeof(float);
@@ -51,7 +54,7 @@ struct TileLinear {
     }
 
   private:
-    using PartAhead = typename Tiles::PartAhead;
+    using PartAhead = typename Weights::Part;
     static constexpr size_t kPartBytes = 2 * kMostPartSteps * kTileBytes;
 
     // Two parts: one in use, one in the making.
@@ -72,79 +75,56 @@ struct TileLinear {
 
     template <class Sink>
     static void multiply_few(const TileActivations& a, const PackedMatrix& w, int first_panel, int last_panel, Sink& sink) {
-        const int upper = a.count(0), lower = a.rows > kTileRows ? a.count(kTileRows) : upper;
-        [[maybe_unused]] const TileSession session(upper, lower);
-        (a.rows > kTileRows ? &stream_panels<2, Sink> : &stream_panels<1, Sink>)(a, w, first_panel, last_panel, sink);
+        if (a.rows <= kTileRows) {
+            [[maybe_unused]] const TileSession session(TileConfiguration(kShortLinearTiles, a.rows));
+            stream_panels<1>(a, w, first_panel, last_panel, sink);
+        } else {
+            [[maybe_unused]] const TileSession session(kTileRows, a.count(kTileRows));
+            stream_panels<2>(a, w, first_panel, last_panel, sink);
+        }
     }
     template <int RT, class Sink>
     static void stream_panels(const TileActivations& a, const PackedMatrix& w, int panel, int last_panel, Sink& shared_sink) {
         Sink sink = shared_sink;
-        if constexpr (RT == 1)
-            for (; panel + 3 < last_panel; panel += 4) {
-                stream_four(a, w, panel, sink);
-                sink.finished(0, panel, 2);
-            }
-        for (; panel + 1 < last_panel; panel += 2) {
-            stream<RT, 2>(a, w, panel, sink);
-            sink.finished(0, panel, 1);
-        }
-        if (panel < last_panel) {
-            stream<RT, 1>(a, w, panel, sink);
-            sink.finished(0, panel, 1);
-        }
+        if constexpr (RT == 1) panel = stream<RT, kMostStreams>(a, w, panel, last_panel, sink);
+        panel = stream<RT, 2>(a, w, panel, last_panel, sink);
+        stream<RT, 1>(a, w, panel, last_panel, sink);
         shared_sink = sink;
     }
 
-    // Up to 16 rows times four panels: the more are read side by side, the better memory keeps up.
-    template <class Sink>
-    static inline __attribute__((always_inline)) void stream_four(const TileActivations& a, const PackedMatrix& w, int panel, Sink& sink) {
-        Tiles first(w, panel, 4), second(w, panel + 1, 4), third(w, panel + 2, 4), fourth(w, panel + 3, 4);
-        const uint8_t* rows = a.tile(0, 0);
-        const size_t row_bytes = a.count(0) * kRowBytes, stride = sink.stride() * sizeof(float);
-        float *sums = sink.sums(0, panel), *next_sums = sums + Sink::kNextPair;
-        if (sink.adds()) {
-            tile_load<0>(sums, stride);
-            tile_load<1>(sums + kPanelOutputs, stride);
-            tile_load<2>(next_sums, stride);
-            tile_load<3>(next_sums + kPanelOutputs, stride);
-        } else {
-            tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
-        }
-        for (int step = 0; step < a.steps; ++step) {
-            tile_load<4>(rows + step * row_bytes, kRowBytes);
-            tile_load<6>(first.next(), kRowBytes);
-            tile_dot<0, 4, 6>();
-            tile_load<7>(second.next(), kRowBytes);
-            tile_dot<1, 4, 7>();
-            tile_load<6>(third.next(), kRowBytes);
-            tile_dot<2, 4, 6>();
-            tile_load<7>(fourth.next(), kRowBytes);
-            tile_dot<3, 4, 7>();
-            if (step >= kStoringSteps) sink.turn();
-        }
-        tile_store<0>(sums, stride);
-        tile_store<1>(sums + kPanelOutputs, stride);
-        tile_store<2>(next_sums, stride);
-        tile_store<3>(next_sums + kPanelOutputs, stride);
-    }
-
-    // All rows, RT tiles, times PT panels that come from memory.
+    // All rows, RT tiles, times PT panels that come from memory, as often as there are so many. Returns the panel behind them.
     template <int RT, int PT, class Sink>
-    static inline __attribute__((always_inline)) void stream(const TileActivations& a, const PackedMatrix& w, int panel, Sink& sink) {
-        Tiles first(w, panel, PT), second(w, panel + PT - 1, PT);
+    static inline __attribute__((always_inline)) int stream(const TileActivations& a, const PackedMatrix& w, int panel, int last_panel, Sink& sink) {
+        if (panel + PT > last_panel) return panel;
+        typename Weights::template Streams<PT> weights(w, panel, last_panel);
         const uint8_t *upper = a.tile(0, 0), *lower = RT == 2 ? a.tile(kTileRows, 0) : nullptr;
         const size_t upper_bytes = a.count(0) * kRowBytes, lower_bytes = RT == 2 ? a.count(kTileRows) * kRowBytes : 0;
-        float* sums = sink.sums(0, panel);
-        start_sums<RT, PT>(sums, sink.stride(), sink.adds());
-        for (int step = 0; step < a.steps; ++step) {
-            tile_load<6>(first.next(), kRowBytes);
-            if constexpr (PT == 2) tile_load<7>(second.next(), kRowBytes);
-            tile_load<4>(upper + step * upper_bytes, kRowBytes);
-            if constexpr (RT == 2) tile_load<5>(lower + step * lower_bytes, kRowBytes);
-            add_products<RT, PT>();
-            if (step >= kStoringSteps) sink.turn();
+        const size_t next_pair = RT == 2 ? kTileRows * sink.stride() : Sink::kNextPair;
+        for (; panel + PT <= last_panel; panel += PT) {
+            float* sums = sink.sums(0, panel);
+            start_sums<RT, PT>(sums, next_pair, sink.stride(), sink.adds());
+            for (int step = 0; step < a.steps; ++step) {
+                tile_load<RT == 1 ? 6 : 4>(upper + step * upper_bytes, kRowBytes);
+                if constexpr (RT == 2) tile_load<5>(lower + step * lower_bytes, kRowBytes);
+                add_streamed<RT, PT>(weights);
+                if (step >= kStoringSteps) sink.turn();
+            }
+            store_sums<RT, PT>(sums, next_pair, sink.stride());
+            sink.finished(0, panel, (PT + 1) / 2);
         }
-        store_sums<RT, PT>(sums, sink.stride());
+        return panel;
+    }
+    template <int RT, int PT, int K = 0>
+    static inline __attribute__((always_inline)) void add_streamed(typename Weights::template Streams<PT>& weights) {
+        if constexpr (RT == 1) {
+            tile_load<7>(weights.template next<K>(), kRowBytes);
+            tile_dot<K, 6, 7>();
+        } else {
+            tile_load<6 + K>(weights.template next<K>(), kRowBytes);
+            tile_dot<K, 4, 6 + K>();
+            tile_dot<2 + K, 5, 6 + K>();
+        }
+        if constexpr (K + 1 < PT) add_streamed<RT, PT, K + 1>(weights);
     }
 
     // Rows in groups whose activations stay in the second cache.
@@ -225,7 +205,7 @@ struct TileLinear {
         const uint8_t *upper = a.tile(row, place.step), *lower = RT == 2 ? a.tile(row + kTileRows, place.step) : nullptr;
         const size_t upper_bytes = a.count(row) * kRowBytes, lower_bytes = RT == 2 ? a.count(row + kTileRows) * kRowBytes : 0;
         float* sums = beside.sink.sums(row, place.panel);
-        start_sums<RT, PT>(sums, beside.sink.stride(), beside.sink.adds() || place.step > 0);
+        start_sums<RT, PT>(sums, kTileRows * beside.sink.stride(), beside.sink.stride(), beside.sink.adds() || place.step > 0);
         for (int i = 0; i < place.steps; ++i) {
             tile_load_passing<4>(upper + i * upper_bytes, kRowBytes);
             tile_load<6>(part.first + i * kTileBytes, kRowBytes);
@@ -235,13 +215,24 @@ struct TileLinear {
             beside.ahead.turn();
             if (i >= kStoringSteps) beside.sink.turn();
         }
-        store_sums<RT, PT>(sums, beside.sink.stride());
+        store_sums<RT, PT>(sums, kTileRows * beside.sink.stride(), beside.sink.stride());
         shared_beside = beside;
     }
 };
 
-template <class Tiles>
+struct PlainWeights {
+    template <int N>
+    using Streams = PlainStreams<N>;
+    using Part = PlainPart;
+};
+struct CompressedWeights {
+    template <int N>
+    using Streams = CompressedStreams<N>;
+    using Part = CompressedPart;
+};
+
+template <class Weights>
 constexpr LinearKernels kTileLinear = {&TileActivations::bytes, &TileActivations::run_rows, &TileActivations::pack,
-                                       &TileLinear<Tiles>::scratch_bytes, &TileLinear<Tiles>::multiply, &TileLinear<Tiles>::multiply_gated};
+                                       &TileLinear<Weights>::scratch_bytes, &TileLinear<Weights>::multiply, &TileLinear<Weights>::multiply_gated};
 
 }  // namespace

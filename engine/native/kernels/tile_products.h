@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int kTileColumns = 16;  // of sums
+
 inline int whole_tiles(int rows) { return (rows + kTileRows - 1) / kTileRows; }
 
 // Activations of up to two tiles of 16 rows: rows `row_stride` bytes apart, 32 inputs further `step` bytes on, the
@@ -16,21 +18,32 @@ struct TileRows {
     size_t row_stride, step, tile;
 };
 
-// The sums of RT tiles of rows and PT of weights start from `out` or from zero.
+// Tiles of sums of RT tiles of rows and PT of weights. Tiles 0 and 1 are neighbours in memory: of a pair of panels, as 2 and 3
+// are. `next_pair` floats on are those of the second tile of rows or, of one tile of rows, of the next two panels.
 template <int RT, int PT>
-inline void start_sums(const float* out, size_t out_stride, bool go_on) {
-    const size_t stride = out_stride * sizeof(float);
-    if (go_on) {
-        tile_load<0>(out, stride);
-        if constexpr (PT == 2) tile_load<1>(out + 16, stride);
-        if constexpr (RT == 2) tile_load<2>(out + 16 * out_stride, stride);
-        if constexpr (RT == 2 && PT == 2) tile_load<3>(out + 16 * out_stride + 16, stride);
-    } else {
-        tile_zero<0>();
-        if constexpr (PT == 2) tile_zero<1>();
-        if constexpr (RT == 2) tile_zero<2>();
-        if constexpr (RT == 2 && PT == 2) tile_zero<3>();
+constexpr bool has_sum(int tile) {
+    return RT == 1 ? tile < PT : tile / 2 < RT && tile % 2 < PT;
+}
+template <int T>
+inline __attribute__((always_inline)) float* place_of_sum(float* sums, size_t next_pair) {
+    return sums + T / 2 * next_pair + T % 2 * kTileColumns;
+}
+
+// From memory, or from zero.
+template <int RT, int PT, int T = 0>
+inline __attribute__((always_inline)) void start_sums(float* sums, size_t next_pair, size_t stride, bool go_on) {
+    if constexpr (has_sum<RT, PT>(T)) {
+        if (go_on)
+            tile_load<T>(place_of_sum<T>(sums, next_pair), stride * sizeof(float));
+        else
+            tile_zero<T>();
     }
+    if constexpr (T < 3) start_sums<RT, PT, T + 1>(sums, next_pair, stride, go_on);
+}
+template <int RT, int PT, int T = 0>
+inline __attribute__((always_inline)) void store_sums(float* sums, size_t next_pair, size_t stride) {
+    if constexpr (has_sum<RT, PT>(T)) tile_store<T>(place_of_sum<T>(sums, next_pair), stride * sizeof(float));
+    if constexpr (T < 3) store_sums<RT, PT, T + 1>(sums, next_pair, stride);
 }
 
 template <int RT, int PT>
@@ -41,19 +54,10 @@ inline void add_products() {
     if constexpr (RT == 2 && PT == 2) tile_dot<3, 5, 7>();
 }
 
-template <int RT, int PT>
-inline void store_sums(float* out, size_t out_stride) {
-    const size_t stride = out_stride * sizeof(float);
-    tile_store<0>(out, stride);
-    if constexpr (PT == 2) tile_store<1>(out + 16, stride);
-    if constexpr (RT == 2) tile_store<2>(out + 16 * out_stride, stride);
-    if constexpr (RT == 2 && PT == 2) tile_store<3>(out + 16 * out_stride + 16, stride);
-}
-
 // out[16 RT, 32] = a * two panels of `w`, on top of `out` with kContinue.
 template <int RT, bool kContinue>
 inline void multiply_tiles(const TileRows& a, const uint8_t* w, size_t panel_stride, int steps, float* out, size_t out_stride) {
-    start_sums<RT, 2>(out, out_stride, kContinue);
+    start_sums<RT, 2>(out, kTileRows * out_stride, out_stride, kContinue);
     for (int s = 0; s < steps; ++s) {
         const uint8_t *rows = a.data + s * a.step, *panel = w + s * kTileBytes;
         tile_load<4>(rows, a.row_stride);
@@ -62,7 +66,7 @@ inline void multiply_tiles(const TileRows& a, const uint8_t* w, size_t panel_str
         if constexpr (RT == 2) tile_load<5>(rows + a.tile, a.row_stride);
         add_products<RT, 2>();
     }
-    store_sums<RT, 2>(out, out_stride);
+    store_sums<RT, 2>(out, kTileRows * out_stride, out_stride);
 }
 
 template <bool kContinue>
