@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kFewTileRows = kTileRows;  // of tasks that need no arranged keys
-constexpr int kShortTiles = 5;            // that have as many rows as such a task: sums and weights
+constexpr int kShortTiles = 5;           // that have as many rows as such a task: sums and weights
 
 // Up to 16 rows of queries in the order of weights: [pair of dims][16 rows], zeros for rows that are not there.
 inline void turn_queries(const float* x, int rows, int head_dim, uint32_t* q) {

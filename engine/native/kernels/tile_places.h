@@ -78,7 +78,7 @@ class TileFetch {
     }
 
   private:
-    static constexpr int kRunKeys = kPanelOutputs / 2;  // a block has at least so many, one behind the other
+    static constexpr int kRunKeys = kPanelOutputs / 2;  // one behind the other; of smaller blocks some lines are missed
 
     inline __attribute__((always_inline)) void turn() {
         const uint8_t* const* runs = runs_[byte_ >= half_];
