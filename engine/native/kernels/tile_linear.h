@@ -13,7 +13,7 @@
 namespace {
 
 constexpr int kMostStreams = 4;               // panels side by side, for up to 16 rows; six are not faster
-constexpr int kShortLinearTiles = 7;          // that have as many rows as up to 16: sums and activations
+constexpr int kShortLinearTiles = 7;          // of up to 16 rows have as many: sums and activations, all but the weights
 constexpr int kStoringSteps = 2;              // after which the sums of the block before have reached the cache
 constexpr size_t kTileCachedBytes = 1 << 20;  // of activations, in a second cache of 2 MB
 

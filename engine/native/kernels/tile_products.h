@@ -8,6 +8,7 @@
 namespace {
 
 constexpr int kTileColumns = 16;  // of sums
+constexpr int kSumTiles = 4;
 
 inline int whole_tiles(int rows) { return (rows + kTileRows - 1) / kTileRows; }
 
@@ -22,6 +23,7 @@ struct TileRows {
 // are. `next_pair` floats on are those of the second tile of rows or, of one tile of rows, of the next two panels.
 template <int RT, int PT>
 constexpr bool has_sum(int tile) {
+    static_assert(RT * PT <= kSumTiles, "every product has its tile of sums");
     return RT == 1 ? tile < PT : tile / 2 < RT && tile % 2 < PT;
 }
 template <int T>
@@ -38,12 +40,12 @@ inline __attribute__((always_inline)) void start_sums(float* sums, size_t next_p
         else
             tile_zero<T>();
     }
-    if constexpr (T < 3) start_sums<RT, PT, T + 1>(sums, next_pair, stride, go_on);
+    if constexpr (T + 1 < kSumTiles) start_sums<RT, PT, T + 1>(sums, next_pair, stride, go_on);
 }
 template <int RT, int PT, int T = 0>
 inline __attribute__((always_inline)) void store_sums(float* sums, size_t next_pair, size_t stride) {
     if constexpr (has_sum<RT, PT>(T)) tile_store<T>(place_of_sum<T>(sums, next_pair), stride * sizeof(float));
-    if constexpr (T < 3) store_sums<RT, PT, T + 1>(sums, next_pair, stride);
+    if constexpr (T + 1 < kSumTiles) store_sums<RT, PT, T + 1>(sums, next_pair, stride);
 }
 
 template <int RT, int PT>
