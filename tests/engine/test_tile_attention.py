@@ -21,6 +21,7 @@ NEAR = 5e-3  # root of mean squares, relative: 3.2e-3 is the largest that was se
         (32, 3, 0, 16),
         (64, 3, 0, 16),
         (64, 3, 100, 8),
+        (64, 3, 0, 12),
         (64, 1, 0, 128),
         (96, 8, 0, 24),
         (128, 4, 40, 16),

@@ -127,6 +127,7 @@ inline void start_rows(const AttentionTask& task, const Scratch<Products>& s, in
     const int head_dim = task.kv.head_dim;
     const float* first = task.q + (size_t)head * task.group * head_dim;
     [[maybe_unused]] const F scale = vset1(task.scale * kLog2E);
+    between_products<Products>();
     for (int row = 0; row < rows; ++row) {
         const float* q = first + row / task.group * task.q_stride + row % task.group * head_dim;
         for (int i = 0; i < head_dim; i += kWidth) {
@@ -144,6 +145,7 @@ template <class Products>
 inline void finish_rows(const AttentionTask& task, const Scratch<Products>& s, int head, int rows) {
     const int head_dim = task.kv.head_dim;
     float* first = task.out + (size_t)head * task.group * head_dim;
+    between_products<Products>();
     for (int row = 0; row < rows; ++row) {
         float* out = first + row / task.group * task.out_stride + row % task.group * head_dim;
         Traits<Products>::restore_dims(s.out + (size_t)row * head_dim, head_dim);

@@ -41,6 +41,10 @@ struct Traits {
     static void restore_dims(float*, int) {}  // of a row of O whose dims are in another order until the end
 };
 
+// Called now and then while something other than products takes long.
+template <class Products>
+inline void between_products() {}
+
 // Parts of the scratch memory of one task; all but the last four hold one part for each KV head.
 template <class Products>
 struct Scratch {

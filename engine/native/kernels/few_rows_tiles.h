@@ -7,7 +7,8 @@
 //
 //   tiles 0 to 3  sums of values, as many rows as there are queries
 //         4       weights, as many rows
-//         5, 6, 7 keys, queries, scores, then 6 and 7 values: 16 rows
+//         5             keys, then values, 16 rows
+//         6, 7          queries and scores, 16 rows with a column for each query
 #pragma once
 #include "kernels/attention_softmax.h"
 #include "kernels/few_rows_path.h"
@@ -16,21 +17,26 @@
 
 namespace {
 
-// scores[4 rows][kTileKeys], 16 keys of them, from scores^T [16 keys][16 rows].
-inline void turn_scores(const float* turned, float* scores) {
-    F quads[4];  // [128-bit lane of 4 keys][4 rows]: the lanes' first, second, third and fourth keys
-    for (int i = 0; i < 4; ++i) {
-        quads[i] = _mm512_castps128_ps512(_mm_loadu_ps(turned + i * kTileRows));
-        quads[i] = _mm512_mask_broadcast_f32x4(quads[i], 0x00f0, _mm_loadu_ps(turned + (4 + i) * kTileRows));
-        quads[i] = _mm512_mask_broadcast_f32x4(quads[i], 0x0f00, _mm_loadu_ps(turned + (8 + i) * kTileRows));
-        quads[i] = _mm512_mask_broadcast_f32x4(quads[i], 0xf000, _mm_loadu_ps(turned + (12 + i) * kTileRows));
-    }
-    const F low01 = _mm512_unpacklo_ps(quads[0], quads[1]), high01 = _mm512_unpackhi_ps(quads[0], quads[1]);
-    const F low23 = _mm512_unpacklo_ps(quads[2], quads[3]), high23 = _mm512_unpackhi_ps(quads[2], quads[3]);
-    vstore(scores, _mm512_shuffle_ps(low01, low23, 0x44));
-    vstore(scores + kTileKeys, _mm512_shuffle_ps(low01, low23, 0xee));
-    vstore(scores + 2 * kTileKeys, _mm512_shuffle_ps(high01, high23, 0x44));
-    vstore(scores + 3 * kTileKeys, _mm512_shuffle_ps(high01, high23, 0xee));
+// Four keys' scores of four rows, a row of scores^T behind the other.
+inline F load_quad(const float* turned, int columns) {
+    if (columns == 4) return vload(turned);
+    F quad = _mm512_castps128_ps512(_mm_loadu_ps(turned));
+    quad = _mm512_mask_broadcast_f32x4(quad, 0x00f0, _mm_loadu_ps(turned + columns));
+    quad = _mm512_mask_broadcast_f32x4(quad, 0x0f00, _mm_loadu_ps(turned + 2 * columns));
+    return _mm512_mask_broadcast_f32x4(quad, 0xf000, _mm_loadu_ps(turned + 3 * columns));
+}
+
+// scores[4 rows][kTileKeys], 16 keys of them, from scores^T [16 keys][columns].
+inline void turn_scores(const float* turned, int columns, float* scores) {
+    const I rows01 = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29), rows23 = iadd(rows01, iset1(2));
+    F quads[4];
+    for (int i = 0; i < 4; ++i) quads[i] = load_quad(turned + 4 * i * columns, columns);
+    const F low01 = _mm512_permutex2var_ps(quads[0], rows01, quads[1]), high01 = _mm512_permutex2var_ps(quads[2], rows01, quads[3]);
+    const F low23 = _mm512_permutex2var_ps(quads[0], rows23, quads[1]), high23 = _mm512_permutex2var_ps(quads[2], rows23, quads[3]);
+    vstore(scores, _mm512_shuffle_f32x4(low01, high01, 0x44));
+    vstore(scores + kTileKeys, _mm512_shuffle_f32x4(low01, high01, 0xee));
+    vstore(scores + 2 * kTileKeys, _mm512_shuffle_f32x4(low23, high23, 0x44));
+    vstore(scores + 3 * kTileKeys, _mm512_shuffle_f32x4(low23, high23, 0xee));
 }
 
 template <>
@@ -40,24 +46,48 @@ struct FewRowsPath<TileProducts> {
 
     static void attend_tiles(const AttentionTask& task, const AttentionTask* next, const TaskScratch& s, int rows) {
         const int end_key = task.first_position + task.num_queries, first = first_tile(task);
-        TilePlaces tile(task, first, end_key);
-        for (int key = first; key < end_key; key += kTileKeys) {
-            const TilePlaces ahead = TilePlaces::after(task, next, key, end_key);
-            attend_tile(task, s, tile, ahead, key, keys_of_tile(key, end_key), rows);
-            tile = ahead;
+        TilePlaces places[2], first_of_next;
+        TileFetch fetch;
+        places[0].find(task, first, end_key);
+        for (int key = first, turn = 0; key < end_key; key += kTileKeys, turn ^= 1) {
+            const int num_keys = keys_of_tile(key, end_key);
+            plan(task, next, key, key == first, end_key, places[turn ^ 1], first_of_next, fetch);
+            attend_tile(task, s, places[turn], key, num_keys, rows, fetch);
         }
     }
 
   private:
+    // What is fetched beside the tile at `key`: the task's next tile, or the next task's first one. A task's last tile may have
+    // few keys; then memory would have little to do beside the tile before it and much beside the last one. So both together
+    // fetch the last tile and the next task's, each as much as it has keys.
+    static void plan(const AttentionTask& task, const AttentionTask* next, int key, bool is_first, int end_key, TilePlaces& own,
+                     TilePlaces& first_of_next, TileFetch& fetch) {
+        const int num_keys = keys_of_tile(key, end_key), next_key = key + kTileKeys;
+        const bool is_last = next_key >= end_key, is_before_last = !is_last && next_key + kTileKeys >= end_key;
+        if (is_before_last || (is_last && is_first)) first_of_next.find_first(next);
+        if (is_last) {
+            if (is_first) fetch.start(first_of_next);
+            return fetch.spread(fetch.turns_left(), num_keys);
+        }
+        own.find(task, next_key, end_key);
+        fetch.start(own, is_before_last ? &first_of_next : nullptr);
+        int turns = own.turns();
+        if (is_before_last && first_of_next.num_panels) {
+            const int lines = turns * own.num_panels, both = lines + first_of_next.turns() * first_of_next.num_panels;
+            const int share = both * num_keys / (num_keys + keys_of_tile(next_key, end_key));
+            if (share > lines) turns += (share - lines) / first_of_next.num_panels;
+        }
+        fetch.spread(turns, num_keys);
+    }
     // All rows of all KV heads. The scratch of arranged keys holds scores^T.
-    static void attend_tile(const AttentionTask& task, const TaskScratch& s, const TilePlaces& tile, const TilePlaces& ahead, int key,
-                            int num_keys, int rows) {
+    static void attend_tile(const AttentionTask& task, const TaskScratch& s, const TilePlaces& tile, int key, int num_keys, int rows,
+                            TileFetch& fetch) {
         const int head_dim = task.kv.head_dim;
-        TileFetch fetch(ahead, num_keys);
         for (int head = 0; head < task.num_kv_heads; ++head) {
             const TaskScratch of_head = s.head(head, rows, head_dim);
             const size_t distance = head * tile.head_bytes;
-            score(of_head, tile, distance, rows, head_dim, num_keys, fetch);
+            score(of_head, tile, distance, rows, num_keys, fetch);
+            between_products<TileProducts>();
             fetch.turns(num_keys / 32 * tile.lines_of_row());
             softmax_block(task, of_head, {0, rows, key, num_keys});
             for (int dim = 0; dim < head_dim; dim += 64)
@@ -65,32 +95,30 @@ struct FewRowsPath<TileProducts> {
                                                                of_head.out + dim, head_dim, fetch);
         }
     }
-    static void score(const TaskScratch& s, const TilePlaces& tile, size_t distance, int rows, int head_dim, int num_keys,
-                      TileFetch& fetch) {
+    // Scores of missing keys are whatever was there: they are masked.
+    static void score(const TaskScratch& s, const TilePlaces& tile, size_t distance, int rows, int num_keys, TileFetch& fetch) {
         float* turned = (float*)s.keys;
-        uint8_t *first_copy = (uint8_t*)s.widened, *second_copy = first_copy + kPanelOutputs * tile.row_bytes;
-        for (int key = 0; key < num_keys; key += 2 * kPanelOutputs) {
-            const PanelPlace* panel = tile.panel + key / kPanelOutputs;
-            const uint8_t *first = panel[0].run(distance, head_dim, first_copy), *second = panel[1].run(distance, head_dim, second_copy);
-            score_panel(first, tile.row_bytes, (const uint8_t*)s.q, turned + key * kTileRows, fetch);
-            score_panel(second, tile.row_bytes, (const uint8_t*)s.q, turned + (key + kPanelOutputs) * kTileRows, fetch);
+        const int columns = score_columns(rows);
+        for (int i = 0; i < tile.num_panels; ++i) {
+            const uint8_t* keys = tile.panel[i].together(distance, tile.row_bytes, (uint8_t*)s.widened);
+            score_panel(keys, tile.row_bytes, (const uint8_t*)s.q, turned + i * kPanelOutputs * columns, columns, fetch);
         }
-        fetch.turns(num_keys / 64 * tile.lines_of_row());
+        fetch.turns((num_keys / 64 + num_keys / kPanelOutputs - tile.num_panels) * tile.lines_of_row());
         for (int row = 0; row < rows; row += 4)
             for (int key = 0; key < num_keys; key += kPanelOutputs)
-                turn_scores(turned + key * kTileRows + row, s.scores + row * kTileKeys + key);
+                turn_scores(turned + key * columns + row, columns, s.scores + row * kTileKeys + key);
     }
-    // scores^T [16 keys][16 rows]
+    // scores^T [16 keys][columns]
     static inline __attribute__((always_inline)) void score_panel(const uint8_t* keys, size_t row_bytes, const uint8_t* q, float* out,
-                                                                  TileFetch& fetch) {
-        tile_zero<7>();
+                                                                  int columns, TileFetch& fetch) {
+        tile_zero<kScoreTile>();
         for (size_t byte = 0; byte < row_bytes; byte += 64, q += kTileBytes) {
-            tile_load<6>(q, 64);
+            tile_load<kQueryTile>(q, 64);
             tile_load<5>(keys + byte, row_bytes);
-            tile_dot<7, 5, 6>();
+            tile_dot<kScoreTile, 5, kQueryTile>();
             fetch.turns(1);
         }
-        tile_store<7>(out, 64);
+        tile_store<kScoreTile>(out, (size_t)columns * 4);
     }
     // O += P V of `kDimTiles` tiles of dims. While 32 keys are multiplied the next ones are interleaved: a tile that was just
     // written waits until its lines have reached the cache.
@@ -98,11 +126,11 @@ struct FewRowsPath<TileProducts> {
     static void weigh(const uint8_t* p, const TilePlaces& tile, size_t distance, int num_keys, float* out, int head_dim, TileFetch& fetch) {
         alignas(64) uint8_t values[2][kDimTiles * kTileBytes];
         load_sums<kDimTiles>(out, head_dim);
-        interleave<kDimTiles>(tile.panel, distance, values[0], fetch);
+        interleave<kDimTiles>(tile, 0, distance, values[0], fetch);
         for (int key = 0; key < num_keys; key += 32) {
             const int turn = key / 32 % 2;
             if (key + 32 < num_keys)
-                interleave<kDimTiles>(tile.panel + (key + 32) / kPanelOutputs, distance, values[1 - turn], fetch);
+                interleave<kDimTiles>(tile, (key + 32) / kPanelOutputs, distance, values[1 - turn], fetch);
             multiply<kDimTiles>(p + key * 2, values[turn]);
         }
         fetch.turns(num_keys / 32);
@@ -110,10 +138,25 @@ struct FewRowsPath<TileProducts> {
     }
     // [tile of dims][key pair][16 dims][2] of 32 keys
     template <int kDimTiles>
-    static void interleave(const PanelPlace* panels, size_t distance, uint8_t* out, TileFetch& fetch) {
-        for (int panel = 0; panel < 2; ++panel) {
+    static void interleave(const TilePlaces& tile, int first, size_t distance, uint8_t* out, TileFetch& fetch) {
+        const size_t row_bytes = tile.row_bytes;
+        for (int i = first; i < first + 2; ++i) {
+            tiles_stay_awake<kScoreTile, 5, kQueryTile>();
+            const PanelPlace* place = i < tile.num_panels ? tile.panel + i : nullptr;
+            if (place && place->is_whole()) {
+                for (int half = 0; half < 2; ++half) {
+                    const uint8_t* rows = place->runs[half] + distance;
+#pragma GCC unroll 4
+                    for (int key = 0; key < kRunKeys; key += 2, rows += 2 * row_bytes, out += kRowBytes) {
+                        interleave_pair<kDimTiles>(rows, rows + row_bytes, out, kTileBytes);
+                        if (key % 4 == 0) fetch.turns(1);
+                    }
+                }
+                continue;
+            }
             const uint8_t* rows[kPanelOutputs];
-            panels[panel].rows.at(distance, rows);
+            for (int key = 0; key < kPanelOutputs; ++key) rows[key] = kZeroRow;
+            if (place) place->at(distance, row_bytes, rows);
             for (int key = 0; key < kPanelOutputs; key += 2, out += kRowBytes) {
                 interleave_pair<kDimTiles>(rows[key], rows[key + 1], out, kTileBytes);
                 if (key % 4 == 0) fetch.turns(1);
@@ -123,15 +166,15 @@ struct FewRowsPath<TileProducts> {
     template <int kDimTiles>
     static void multiply(const uint8_t* p, const uint8_t* values) {
         tile_load<4>(p, kTileKeys * 2);
-        tile_load<6>(values, 64);
-        tile_dot<0, 4, 6>();
-        tile_load<7>(values + kTileBytes, 64);
-        tile_dot<1, 4, 7>();
+        tile_load<5>(values, 64);
+        tile_dot<0, 4, 5>();
+        tile_load<5>(values + kTileBytes, 64);
+        tile_dot<1, 4, 5>();
         if constexpr (kDimTiles == 4) {
-            tile_load<6>(values + 2 * kTileBytes, 64);
-            tile_dot<2, 4, 6>();
-            tile_load<7>(values + 3 * kTileBytes, 64);
-            tile_dot<3, 4, 7>();
+            tile_load<5>(values + 2 * kTileBytes, 64);
+            tile_dot<2, 4, 5>();
+            tile_load<5>(values + 3 * kTileBytes, 64);
+            tile_dot<3, 4, 5>();
         }
     }
     template <int kDimTiles>

@@ -8,6 +8,16 @@ namespace {
 
 constexpr int kFewTileRows = kTileRows;  // of tasks that need no arranged keys
 constexpr int kShortTiles = 5;           // that have as many rows as such a task: sums and weights
+constexpr int kQueryTile = 6, kScoreTile = 7;  // that have a column for each row of such a task, by fours
+
+inline int score_columns(int rows) { return (rows + 3) / 4 * 4; }
+
+inline TileConfiguration few_rows_configuration(int rows) {
+    TileConfiguration configuration(kShortTiles, rows);
+    configuration.set_columns(kQueryTile, score_columns(rows));
+    configuration.set_columns(kScoreTile, score_columns(rows));
+    return configuration;
+}
 
 // Up to 16 rows of queries in the order of weights: [pair of dims][16 rows], zeros for rows that are not there.
 inline void turn_queries(const float* x, int rows, int head_dim, uint32_t* q) {
@@ -28,7 +38,7 @@ struct TileProducts {
     static constexpr int kBlockRows = 2 * kTileRows;
 
     static Session session(int rows) {
-        return rows <= kFewTileRows ? Session(TileConfiguration(kShortTiles, rows)) : Session();
+        return rows <= kFewTileRows ? Session(few_rows_configuration(rows)) : Session();
     }
     static RowBlocks blocks(int rows) { return RowBlocks::of_size(rows, kBlockRows); }
     static int state_rows(int rows) { return whole_tiles(rows) * kTileRows; }
@@ -91,6 +101,12 @@ struct Traits<TileProducts> {
         }
     }
 };
+
+// None of these tiles holds anything that is needed between products.
+template <>
+inline void between_products<TileProducts>() {
+    tiles_stay_awake<0, 4, 5>();
+}
 
 template <>
 struct Arrangement<TileProducts> {
