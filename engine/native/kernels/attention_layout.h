@@ -41,7 +41,8 @@ struct Traits {
     static void restore_dims(float*, int) {}  // of a row of O whose dims are in another order until the end
 };
 
-// Called now and then while something other than products takes long.
+// Called now and then while few rows need something other than products for long. Not in a softmax of many rows: tiles in use
+// all the time lower the clock, and prompts of 2,048 tokens take 1.04 times as long.
 template <class Products>
 inline void between_products() {}
 

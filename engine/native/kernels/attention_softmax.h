@@ -74,7 +74,6 @@ inline void softmax_rows(const AttentionTask& task, const Scratch<Products>& s, 
     copy_words((uint32_t*)s.maximum + first_row, (const uint32_t*)maxima, count);
     for (int m = 0; m < count; ++m, scores += kTileKeys, p += kTileKeys / Products::kInputs) {
         float *sum_lanes = s.sum + (size_t)(first_row + m) * kWidth, *out = s.out + (size_t)(first_row + m) * head_dim;
-        between_products<Products>();
         // Since the last tile other rows' parts of O have taken its place in the first cache.
         for (int i = 0; i < head_dim; i += 16) __builtin_prefetch(out + i, 1, 3);
         F sum = vload(sum_lanes);

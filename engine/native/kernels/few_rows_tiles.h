@@ -90,6 +90,7 @@ struct FewRowsPath<TileProducts> {
             between_products<TileProducts>();
             fetch.turns(num_keys / 32 * tile.lines_of_row());
             softmax_block(task, of_head, {0, rows, key, num_keys});
+            between_products<TileProducts>();
             for (int dim = 0; dim < head_dim; dim += 64)
                 (head_dim - dim >= 64 ? &weigh<4> : &weigh<2>)((const uint8_t*)s.p, tile, tile.value_bytes + distance + dim * 2, num_keys,
                                                                of_head.out + dim, head_dim, fetch);
