@@ -41,8 +41,9 @@ struct Traits {
     static void restore_dims(float*, int) {}  // of a row of O whose dims are in another order until the end
 };
 
-// Called now and then while few rows need something other than products for long. Not in a softmax of many rows: tiles in use
-// all the time lower the clock, and prompts of 2,048 tokens take 1.04 times as long.
+// Called where something other than products takes long: before and after a task's rows, and beside a softmax of few rows. Not
+// between the many rows of one, where a prompt of 2,048 tokens took 1.04 times as long, probably for the clock: it is lower while
+// tiles are in use most of the time.
 template <class Products>
 inline void between_products() {}
 

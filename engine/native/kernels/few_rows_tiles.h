@@ -7,8 +7,8 @@
 //
 //   tiles 0 to 3  sums of values, as many rows as there are queries
 //         4       weights, as many rows
-//         5             keys, then values, 16 rows
-//         6, 7          queries and scores, 16 rows with a column for each query
+//         5       keys, then values, 16 rows
+//         6, 7    queries and scores, 16 rows with a column for each query
 #pragma once
 #include "kernels/attention_softmax.h"
 #include "kernels/few_rows_path.h"
