@@ -122,14 +122,24 @@ inline void attend_block(const AttentionTask& task, const Scratch<Products>& s, 
     Products::weigh(s.p, tile.num_rows, s.values, head_dim, tile.num_keys, s.out + first);
 }
 
+// Rows of a long task lie a token's width apart in buffers larger than the second cache, and no prefetcher follows them.
+constexpr int kRowsAhead = 6;
+
+template <int kWrite>
+inline void prefetch_floats(const float* from, int count) {
+    for (int i = 0; i < count; i += kRowBytes / 4) __builtin_prefetch(from + i, kWrite, 3);
+}
+
 template <class Products>
 inline void start_rows(const AttentionTask& task, const Scratch<Products>& s, int head, int rows) {
     const int head_dim = task.kv.head_dim;
     const float* first = task.q + (size_t)head * task.group * head_dim;
     [[maybe_unused]] const F scale = vset1(task.scale * kLog2E);
     between_products<Products>();
+    const auto place = [&](int row) { return first + row / task.group * task.q_stride + row % task.group * head_dim; };
     for (int row = 0; row < rows; ++row) {
-        const float* q = first + row / task.group * task.q_stride + row % task.group * head_dim;
+        const float* q = place(row);
+        if (row + kRowsAhead < rows) prefetch_floats<0>(place(row + kRowsAhead), head_dim);
         for (int i = 0; i < head_dim; i += kWidth) {
             const F x = vload(q + i);
             vstore(s.out + (size_t)row * head_dim + i, Traits<Products>::kScalesQueries ? vmul(x, scale) : x);
@@ -146,8 +156,10 @@ inline void finish_rows(const AttentionTask& task, const Scratch<Products>& s, i
     const int head_dim = task.kv.head_dim;
     float* first = task.out + (size_t)head * task.group * head_dim;
     between_products<Products>();
+    const auto place = [&](int row) { return first + row / task.group * task.out_stride + row % task.group * head_dim; };
     for (int row = 0; row < rows; ++row) {
-        float* out = first + row / task.group * task.out_stride + row % task.group * head_dim;
+        float* out = place(row);
+        if (row + kRowsAhead < rows) prefetch_floats<1>(place(row + kRowsAhead), head_dim);
         Traits<Products>::restore_dims(s.out + (size_t)row * head_dim, head_dim);
         const F inverse = vset1(1.0f / Traits<Products>::kValueScale / vsum(vload(s.sum + (size_t)row * kWidth)));
         for (int i = 0; i < head_dim; i += kWidth)

@@ -56,15 +56,16 @@ inline void add_products() {
     if constexpr (RT == 2 && PT == 2) tile_dot<3, 5, 7>();
 }
 
-// out[16 RT, 32] = a * two panels of `w`, on top of `out` with kContinue.
+// out[16 RT, 32] = a * two panels of `w`, on top of `out` with kContinue. Weights are keys or values of a tile of attention, 32 KB
+// that are read once for each block of rows: they pass by the first cache, which the block's scores and sums need.
 template <int RT, bool kContinue>
 inline void multiply_tiles(const TileRows& a, const uint8_t* w, size_t panel_stride, int steps, float* out, size_t out_stride) {
     start_sums<RT, 2>(out, kTileRows * out_stride, out_stride, kContinue);
     for (int s = 0; s < steps; ++s) {
         const uint8_t *rows = a.data + s * a.step, *panel = w + s * kTileBytes;
         tile_load<4>(rows, a.row_stride);
-        tile_load<6>(panel, 64);
-        tile_load<7>(panel + panel_stride, 64);
+        tile_load_passing<6>(panel, 64);
+        tile_load_passing<7>(panel + panel_stride, 64);
         if constexpr (RT == 2) tile_load<5>(rows + a.tile, a.row_stride);
         add_products<RT, 2>();
     }
