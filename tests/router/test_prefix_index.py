@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -76,7 +77,31 @@ def test_swept_slots_free_their_entries_and_their_bits() -> None:
     assert index.match(chain(5), 0.0) == {B: 5}
     # A new worker takes a bit that was swept: sets stay small however often somebody restarts.
     index.stored(C, chain(1, "c"))
-    assert max(index._holders.values()) < 8
+    assert max(max(shard.values()) for shard in index._shards if shard) < 8
+
+
+def test_a_sweep_never_copies_the_whole_index() -> None:
+    """Nor all its sets: either would stop the router that has millions of entries."""
+    num_blocks = 20_000
+    index, blocks = PrefixIndex(), chain(num_blocks)
+    index.stored(A, blocks)
+    index.stored(B, blocks)
+    index.drop_worker(A)
+    peaks = []
+    tracemalloc.start()
+    try:
+        goes_on = True
+        while goes_on:
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            goes_on = index.sweep(max_entries=100)
+            peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+    assert len(peaks) >= num_blocks // 100
+    assert max(peaks) < num_blocks  # bytes: a copy of all keys takes eight times as many
+    assert index.match(blocks, 0.0) == {B: num_blocks}
+    assert index.status().distinct_sets == 1
 
 
 def test_an_entry_that_was_stored_again_during_a_sweep_stays() -> None:
